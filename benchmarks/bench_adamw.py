@@ -100,6 +100,20 @@ def copy_arms(library: str) -> Arms:
     return {**arms, "memory": memory_pass(library, adam=True, copy=True)}
 
 
+def small_arms() -> Arms:
+    """Step float32 parameters with moments in bfloat16, against ours in float32."""
+    small, wide = tensors([4 * each for each in PARTS]), tensors([4 * each for each in PARTS])
+    a = sw.optim.AdamW(small, state_dtype=torch.bfloat16, **OPTIONS)
+    b = sw.optim.AdamW(wide, **OPTIONS)
+    for _ in range(3):
+        a.step()
+        b.step()
+    worst = max((p - q).abs().max().item() for p, q in zip(small, wide))
+    if worst > 3 * OPTIONS["lr"] / 10:  # of three steps of lr
+        raise AssertionError(f"moments in bfloat16 move a parameter {worst} from where float32 does")
+    return {"ours": a.step, "float32": b.step}
+
+
 def master_arms() -> Arms:
     """Step a bfloat16 model through float32 masters. torch widens the gradients, steps the masters and rounds them
     back.
@@ -141,6 +155,13 @@ CASES: dict[str, tuple[str, float, int]] = {  # (peer, least speedup, calls per 
 }
 
 
+SMALL_STATE = "AdamW float32, moments in bfloat16, 16 x 4 Mi, two ranks at once", ("ours with float32 moments", 1.25, 1)
+
+
+def measure_small(rank: int, world_size: int, rounds: int, budget_s: float) -> Any:
+    return common.interleave(small_arms(), dist.barrier, rounds=rounds, budget_s=budget_s / len(CASES), repeat=1)
+
+
 def measure(rank: int, world_size: int, rounds: int, budget_s: float, library: str) -> list[Any]:
     makers: list[Callable[[], Arms]] = [
         lambda: plain_arms("AdamW", PARTS, library, **OPTIONS),
@@ -168,9 +189,13 @@ def main() -> None:
         loops = [str(Path(__file__).with_name(name)) for name in ("plain_norm.c", "plain_pass.c")]
         subprocess.run(["gcc", *flags, "-o", library, *loops], check=True)
         (results,) = common.run_ranks(1, measure, *effort, library)
-    for (case, (peer_name, goal, repeat)), result in zip(CASES.items(), results):
-        times = common.timings([result], repeat)
-        peer = times["torch" if "torch" in times else "plain"]
+    measured = [
+        *zip(CASES.items(), ([each] for each in results)),
+        (SMALL_STATE, common.run_ranks(2, measure_small, *effort)),
+    ]
+    for (case, (peer_name, goal, repeat)), of_ranks in measured:
+        times = common.timings(of_ranks, repeat)
+        peer = next(times[name] for name in ("torch", "plain", "float32") if name in times)
         extra = {}
         if "memory" in times:  # not of the median: other processes share the memory bandwidth
             extra["share_of_memory"] = min(times["memory"].every) / min(times["ours"].every)

@@ -401,6 +401,104 @@ def test_deepcopy_and_pickle_keep_the_choice_of_masters() -> None:
         assert not optimizer.state.get(p) and p[0].item() < 1.0
 
 
+# ---- moments in bfloat16 ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("master", [True, False])
+@pytest.mark.parametrize("isa", _engine.instruction_sets())
+def test_random_rounding_has_the_same_bits_on_every_instruction_set(isa: str, master: bool) -> None:
+    def train() -> list[Tensor]:
+        ps = [*parameters(shapes=[(1001,)]), *parameters(torch.bfloat16, shapes=[(33, 7), (3, 400)])]
+        optimizer = sw.optim.AdamW(ps, lr=1e-2, master=master, state_dtype=torch.bfloat16)
+        for step in range(3):
+            set_gradients(step, ps)
+            optimizer.step()
+        return [value for p in ps for value in (p.detach(), *optimizer.state[p].values())]
+
+    best = train()
+    _engine.force_instruction_set(isa)
+    try:
+        forced = train()
+    finally:
+        _engine.force_instruction_set(None)
+    for a, b in zip(forced, best):
+        assert_same_bits(a, b)
+
+
+def test_a_second_moment_without_gradients_decays_as_in_float32() -> None:
+    p = torch.nn.Parameter(torch.zeros(1 << 14))
+    small, wide = (
+        sw.optim.AdamW([p], betas=(0.9, 0.999), state_dtype=each) for each in (torch.bfloat16, torch.float32)
+    )
+    for optimizer in (small, wide):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        p.grad.zero_()
+        for _ in range(1000):
+            optimizer.step()
+    found, expected = (each.state[p]["exp_avg_sq"].double().mean().item() for each in (small, wide))
+    assert found == pytest.approx(expected, rel=0.01)  # the deviation of the mean is below 2^-8 sqrt(1000 / 2^14)
+
+
+def test_a_weight_without_a_master_keeps_small_updates_on_average() -> None:
+    def moved(**options: Any) -> float:
+        p = torch.nn.Parameter(torch.ones(1 << 14, dtype=torch.bfloat16))
+        optimizer = sw.optim.AdamW([p], lr=1e-4, weight_decay=0, master=False, **options)
+        p.grad = torch.ones_like(p)
+        for _ in range(100):
+            optimizer.step()
+        return 1 - p.double().mean().item()
+
+    assert moved() == 0  # to nearest
+    assert moved(state_dtype=torch.float32) == pytest.approx(0.01, rel=0.05)
+
+
+def test_small_moments_survive_copies_and_state_dicts() -> None:
+    (p,), (q,) = parameters(shapes=[(100,)]), parameters(shapes=[(100,)])
+    ours: Any = sw.optim.AdamW([p], state_dtype=torch.bfloat16, seed=3)
+    set_gradients(0, [p], [q])
+    ours.step()
+    clone = pickle.loads(pickle.dumps(ours))
+    (r,) = clone.param_groups[0]["params"]
+    wide = sw.optim.AdamW([q], state_dtype=torch.float32)
+    wide.load_state_dict(ours.state_dict())
+    assert_same_bits(wide.state[q]["exp_avg_sq"], ours.state[p]["exp_avg_sq"].float())
+    ours.load_state_dict(wide.state_dict())
+    assert ours.state[p]["exp_avg_sq"].dtype is torch.bfloat16
+    r.grad = p.grad
+    ours.step()
+    clone.step()
+    assert_same_bits(clone.state[r]["exp_avg_sq"], ours.state[p]["exp_avg_sq"])
+
+
+def test_a_model_trains_to_the_loss_of_float32_moments() -> None:
+    def trained(dtype: torch.dtype) -> float:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16))
+        optimizer = sw.optim.AdamW(model.parameters(), lr=3e-3, state_dtype=dtype)
+        generator, losses = torch.Generator().manual_seed(1), []
+        for _ in range(300):
+            x = torch.randn(32, 16, generator=generator)
+            loss = torch.nn.functional.cross_entropy(model(x), x.sum(1).abs().long() % 16)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return sum(losses[-100:]) / 100
+
+    assert trained(torch.bfloat16) == pytest.approx(trained(torch.float32), abs=0.01)
+
+
+def test_options_of_small_moments_that_do_not_fit_are_refused() -> None:
+    (p,) = parameters(shapes=[(4,)])
+    with pytest.raises(ValueError, match="state_dtype must be torch.bfloat16 or torch.float32, not torch.float16"):
+        sw.optim.AdamW([p], state_dtype=torch.float16)
+    with pytest.raises(ValueError, match="amsgrad keeps a maximum"):
+        sw.optim.AdamW([p], state_dtype=torch.bfloat16, amsgrad=True)
+    with pytest.raises(ValueError, match=r"seed must be in \[0, 2\*\*64\), not -1"):
+        sw.optim.AdamW([p], seed=-1)
+
+
 # ---- protocols -------------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 import pytest
 import shardwright as sw
 import torch
-from shardwright.optim import rules
+from shardwright.optim import muon, rules
 from shardwright.optim.ownership import divided
 
 
@@ -56,7 +56,10 @@ def test_a_step_size_that_sums_over_all_parameters_is_refused(name):
             rules.resolve(made(found), partition, 2)
     assert rules.resolve(made(found), "auto", 1) == "flat"
     if "AdaGrad" not in kind:
-        assert rules.resolve(made(found, fsdp_in_use=True), "auto", 2) == "flat"
+        on_gpu = found([torch.nn.Parameter(torch.ones(3, 2, device="meta"))], lr=0.1, fsdp_in_use=True)
+        assert rules.resolve(on_gpu, "auto", 2) == "flat"
+        with pytest.raises(ValueError, match="use zero=0 .fsdp_in_use=True, which sums over ranks on GPUs alone"):
+            rules.resolve(made(found, fsdp_in_use=True), "auto", 2)
 
 
 class Signs(torch.optim.Optimizer):
@@ -218,6 +221,16 @@ def test_hidden_layers_and_position_embeddings_are_told_apart():
             self.cls = torch.nn.Parameter(torch.zeros(1, 1, 16))
 
     assert sw.optim.muon_groups(Model())[0]["names"] == ["hidden.weight"]
+
+
+@pytest.mark.parametrize("shape", [(5, 12, 9), (3, 16, 16), (2, 150, 120)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_stack_is_made_orthogonal_as_its_matrices_are(shape, dtype):
+    given = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    how = (3.4445, -4.7750, 2.0315), 5, 1e-7, dtype
+    found, expected = muon.orthogonal(given, *how), torch.stack([muon.orthogonal(each, *how) for each in given])
+    tolerance = 0.03 if dtype is torch.bfloat16 else 1e-4  # a processor's batched product may add in another order
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
 
 def test_blocks_of_rows_and_stacks_are_each_made_orthogonal():

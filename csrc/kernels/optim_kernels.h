@@ -29,6 +29,10 @@ typedef struct sw_optim_run {
     size_t numel;
     int64_t step; /* the number of this step, from 1 */
     sw_dtype p_dtype, state_dtype, g_dtype, copy_dtype;
+    /* Adam without amsgrad: v, and p if it has no copy, are rounded at random where they are
+     * bfloat16. The random bits depend on the seed, `origin`, `step` and the element alone. */
+    bool is_random;
+    uint64_t origin; /* the parameter's number << 40, plus the first element's in the parameter */
 } sw_optim_run;
 
 typedef struct sw_adam_scalars {
@@ -41,6 +45,7 @@ typedef struct sw_adam_scalars {
     float eps;
     float negative_step; /* -lr / (1 - beta1^t) */
     bool amsgrad;
+    uint64_t seed; /* of runs that are rounded at random */
 } sw_adam_scalars;
 
 typedef struct sw_sgd_scalars {

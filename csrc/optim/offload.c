@@ -135,6 +135,7 @@ static sw_optim_run piece_of(const sw_optim_run *run, size_t begin, size_t numel
     move_on(&gradient, begin, run->g_dtype);
     move_on(&piece.copy, begin, run->copy_dtype);
     piece.g = gradient;
+    piece.origin += begin;
     return piece;
 }
 

@@ -103,6 +103,7 @@ sw_adam_scalars sw_adam_scalars_of(const sw_adam_options *options, int64_t step)
         .eps = (float)options->eps,
         .negative_step = (float)(-(options->lr / correction1)),
         .amsgrad = options->amsgrad,
+        .seed = options->seed,
     };
 }
 
@@ -110,6 +111,9 @@ sw_status sw_adam_check(const sw_adam_options *options, const sw_optim_run *runs
                         sw_error *err)
 {
     SW_TRY(check_adam_options(options, err));
+    for (size_t i = 0; i < count; ++i)
+        if (runs[i].is_random && options->amsgrad)
+            SW_FAIL(err, SW_E_INVALID, "adam_step: run %zu: amsgrad has no random rounding", i);
     return check_runs("adam_step", runs, count, options->amsgrad ? KIND_ADAM_AMSGRAD : KIND_ADAM,
                       err);
 }

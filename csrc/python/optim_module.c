@@ -42,7 +42,8 @@ typedef struct step_call {
     device_comm_object *gpu;
     sw_device_offload *offload;
     sw_stream *stream;
-    const void *clip;            /* a float32 on the GPU that first multiplies gradients, or NULL */
+    const void *clip;  /* a float32 on the GPU that first multiplies gradients, or NULL */
+    PyObject *origins; /* borrowed; a number per parameter, or NULL: rounding is not random */
     const sw_adam_options *adam; /* borrowed; or */
     const sw_sgd_options *sgd;
 } step_call;
@@ -178,6 +179,14 @@ static bool read_step(step_call *call, Py_ssize_t index, sw_optim_run *run)
     return true;
 }
 
+static bool read_origin(const step_call *call, Py_ssize_t index, sw_optim_run *run)
+{
+    SW_PY_OWNED *origin = PySequence_GetItem(call->origins, index);
+    run->is_random = origin != NULL;
+    run->origin = origin ? PyLong_AsUnsignedLongLong(origin) : 0;
+    return origin && !PyErr_Occurred();
+}
+
 static bool read_run(step_call *call, Py_ssize_t index)
 {
     sw_optim_run *run = &call->runs[index];
@@ -215,6 +224,8 @@ static bool read_run(step_call *call, Py_ssize_t index)
                           .copy = arrays[LIST_COPIES].data,
                           .copy_dtype = arrays[LIST_COPIES].dtype};
     if (call->lists[LIST_STEPS] && !read_step(call, index, run))
+        return false;
+    if (call->origins && !read_origin(call, index, run))
         return false;
     if (matches)
         return true;
@@ -288,6 +299,11 @@ static sw_status step_on_gpu(const step_call *call, sw_error *err)
 {
     const sw_kernel_set *kernels = &call->gpu->comm->kernels;
     size_t count = (size_t)call->count;
+    if (call->origins)
+        SW_FAIL(err, SW_E_INVALID,
+                "%s: kernels of a GPU do not round at random: leave state_dtype out, or wrap with "
+                "offload=\"cpu\"",
+                call->operation);
     return call->adam ? sw_device_adam_step(kernels, call->adam, call->runs, count, call->clip,
                                             call->stream, err)
                       : sw_device_sgd_step(kernels, call->sgd, call->runs, count, call->clip,
@@ -353,10 +369,11 @@ static PyObject *adam_step(PyObject *module, PyObject *args, PyObject *kwargs)
                       .names = {"params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs",
                                 "steps", "copies"}};
     PyObject *given[LIST_COUNT];
-    sw_py_arg a[18] = {[14] = {.d = 1.0}, [15] = {.o = Py_None}, [16] = {.o = Py_None}};
+    sw_py_arg a[20] = {
+        [14] = {.d = 1.0}, [15] = {.o = Py_None}, [16] = {.o = Py_None}, [18] = {.o = Py_None}};
     if (!sw_py_read("adam_step params:O grads:O exp_avgs:O exp_avg_sqs:O max_exp_avg_sqs:O steps:O "
                     "copies:O $ lr:d beta1:d beta2:d eps:d weight_decay:d decoupled:p | maximize:p "
-                    "grad_scale:d state_file:O gpu:O clip:A",
+                    "grad_scale:d state_file:O gpu:O clip:A origins:O seed:K",
                     args, kwargs, a))
         return NULL;
     for (int k = 0; k < LIST_COUNT; ++k)
@@ -369,8 +386,10 @@ static PyObject *adam_step(PyObject *module, PyObject *args, PyObject *kwargs)
                                      .decoupled = a[12].p,
                                      .maximize = a[13].p,
                                      .grad_scale = a[14].d,
-                                     .amsgrad = given[LIST_MAXIMUM] != Py_None};
+                                     .amsgrad = given[LIST_MAXIMUM] != Py_None,
+                                     .seed = a[19].word};
     call.adam = &options;
+    call.origins = a[18].o == Py_None ? NULL : a[18].o;
     return take_step(&call, module, &a[15], given, 0);
 }
 
@@ -473,11 +492,14 @@ PyMethodDef sw_py_optim_functions[] = {
     SW_PY_FUNCTION_AS(adam_step, METH_VARARGS | METH_KEYWORDS,
                       "params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, copies, *, "
                       "lr, beta1, beta2, eps, weight_decay, decoupled, maximize=False, "
-                      "grad_scale=1.0, state_file=None, gpu=None, clip=0",
+                      "grad_scale=1.0, state_file=None, gpu=None, clip=0, origins=None, seed=0",
                       "Take one step of Adam, or AdamW if decoupled. Return the indices of "
                       "parameters whose arrays have other strides; nothing was done if there are "
                       "any. gpu: (DeviceComm or DeviceOffload, stream). clip: the address of a "
-                      "float32 on the GPU that multiplies gradients first."),
+                      "float32 on the GPU that multiplies gradients first. origins: a number per "
+                      "parameter, its own << 40 plus that of its first element: second moments "
+                      "and parameters without a copy are rounded at random where they are "
+                      "bfloat16. Not on a GPU."),
     SW_PY_FUNCTION_AS(
         sgd_step, METH_VARARGS | METH_KEYWORDS,
         "params, grads, momentum_buffers, copies, *, lr, momentum, dampening, weight_decay, "

@@ -208,6 +208,7 @@ static void add_piece(const sw_device_offload *o, offload_plan *plan, const sw_o
     sw_optim_run *piece = &plan->pieces[plan->piece_count++];
     *piece = *run;
     piece->numel = numel;
+    piece->origin += begin;
     piece->m = behind(run->m, begin, run->state_dtype);
     piece->v = behind(run->v, begin, run->state_dtype);
     piece->v_max = behind(run->v_max, begin, run->state_dtype);

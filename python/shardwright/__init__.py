@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .observe.trace import trace
     from .optim.clip_grad import clip_grad_norm_, local_norms
     from .optim.diloco import DiLoCo
+    from .optim.scale_lr import scale_lr
     from .options.compressors import Bf16, Fp16, Int4, Int8, PowerSGD
     from .options.options import Options
     from .options.precision import Precision
@@ -102,6 +103,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "save",
     "save_pretrained",
+    "scale_lr",
     "shard_optimizer",
     "share_comm_ctx",
     "sharding",
@@ -123,6 +125,7 @@ _NAMES = {
     "observe.trace": "trace",
     "optim.clip_grad": "clip_grad_norm_ local_norms",
     "optim.diloco": "DiLoCo",
+    "optim.scale_lr": "scale_lr",
     "options.compressors": "Bf16 Fp16 Int4 Int8 PowerSGD",
     "options.options": "Options",
     "options.precision": "Precision",

@@ -66,6 +66,8 @@ def adam_step(
     state_file: StateFile | None = None,
     gpu: tuple[DeviceComm | DeviceOffload, int] | None = None,
     clip: int = 0,
+    origins: Sequence[int] | None = None,
+    seed: int = 0,
 ) -> list[int]: ...
 def sgd_step(
     params: Sequence[torch.Tensor],

@@ -14,7 +14,29 @@ enum { P, M, V, V_MAX, G, COPY };
 static const sw_adam_options plain = {
     .lr = 1e-2, .beta1 = 0.9, .beta2 = 0.995, .eps = 1e-8, .grad_scale = 1.0};
 
-static void oracle_adam(const sw_adam_options *with, int64_t step, array *a, bool copy)
+static uint64_t mixed(uint64_t bits)
+{
+    bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9u;
+    bits = (bits ^ (bits >> 27)) * 0x94d049bb133111ebu;
+    return bits ^ (bits >> 31);
+}
+
+/* Store as the formula of docs/design/optim.md says; `which` is 1 for v and 2 for p. */
+static void store_randomly(array *to, size_t i, float value, uint64_t seed, uint64_t origin,
+                           int64_t step, int which)
+{
+    uint64_t key =
+        mixed(mixed(mixed(seed) + 2 * (origin >> 40) + (uint64_t)which) + (uint64_t)step);
+    uint32_t place = (uint32_t)key + (uint32_t)(origin + i) * 0x9e3779b9u;
+    uint32_t random = (((place ^ (place >> 15)) + (uint32_t)(key >> 32)) * 0x846ca68bu) >> 16;
+    if (to->dtype == SW_DTYPE_BFLOAT16 && !isnan(value))
+        ((uint16_t *)(void *)to->data)[i] = (uint16_t)((bits_of(value) + random) >> 16);
+    else
+        store(to->dtype, to->data, i, value);
+}
+
+static void oracle_adam(const sw_adam_options *with, int64_t step, array *a, bool copy, bool random,
+                        uint64_t origin)
 {
     float decay = (float)(1.0 - with->lr * with->weight_decay), l2 = (float)with->weight_decay;
     float lerp = (float)(1.0 - with->beta1), beta2 = (float)with->beta2,
@@ -45,9 +67,15 @@ static void oracle_adam(const sw_adam_options *with, int64_t step, array *a, boo
         float root = sqrtf(used), quotient = root / correction, denominator = quotient + eps;
         float numerator = move * m, change = numerator / denominator;
         p = p + change;
-        store(a[P].dtype, a[P].data, i, p);
+        if (random && !copy)
+            store_randomly(&a[P], i, p, with->seed, origin, step, 2);
+        else
+            store(a[P].dtype, a[P].data, i, p);
         store(a[M].dtype, a[M].data, i, m);
-        store(a[V].dtype, a[V].data, i, v);
+        if (random)
+            store_randomly(&a[V], i, v, with->seed, origin, step, 1);
+        else
+            store(a[V].dtype, a[V].data, i, v);
         if (with->amsgrad)
             store(a[V_MAX].dtype, a[V_MAX].data, i, used);
         if (copy)
@@ -60,8 +88,10 @@ typedef struct adam_case {
     sw_dtype p, state, g, copy;
     size_t numel, offset;
     int64_t step;
-    bool has_copy, wild;
+    bool has_copy, wild, random;
 } adam_case;
+
+static const uint64_t origin = ((uint64_t)77 << 40) + 4096;
 
 static sw_dtype dtype_of(const adam_case *c, int which)
 {
@@ -99,7 +129,9 @@ static sw_optim_run run_of(const adam_case *c, array *a, size_t start, size_t nu
                           .p_dtype = c->p,
                           .state_dtype = c->state,
                           .g_dtype = c->g,
-                          .copy_dtype = c->copy};
+                          .copy_dtype = c->copy,
+                          .is_random = c->random,
+                          .origin = origin + start};
 }
 
 /* Run one table on the whole array and on two parts cut at `cut`; both must equal the oracle. */
@@ -137,7 +169,7 @@ static void check_case(const adam_case *c)
     copy_arrays(c, original, NULL, 0);
     array_round(&original[COPY], &original[P]);
     copy_arrays(c, expected, original, 0);
-    oracle_adam(&c->options, c->step, expected, c->has_copy);
+    oracle_adam(&c->options, c->step, expected, c->has_copy, c->random, origin);
     for (size_t t = 0; t < count; ++t) {
         expect(sw_kernels_force(tables[t]->name, NULL) == SW_OK, "the table can be forced");
         check_on_table(c, tables[t]->name, original, expected);
@@ -156,7 +188,8 @@ static void test_every_option_and_size(void)
         for (int bits = 0; bits < 64; ++bits) {
             adam_case c = {
                 plain,    SW_DTYPE_FLOAT32,   SW_DTYPE_FLOAT32, SW_DTYPE_FLOAT32, SW_DTYPE_BFLOAT16,
-                sizes[s], (size_t)(bits % 3), 1 + bits % 5,     bits & 1,         bits & 2};
+                sizes[s], (size_t)(bits % 3), 1 + bits % 5,     bits & 1,         bits & 2,
+                false};
             c.options.amsgrad = bits & 4;
             c.options.maximize = bits & 8;
             c.options.decoupled = bits & 16;
@@ -171,15 +204,73 @@ static void test_every_dtype(void)
 {
     static const sw_dtype dtypes[] = {SW_DTYPE_FLOAT32, SW_DTYPE_BFLOAT16, SW_DTYPE_FLOAT16};
     for (int k = 0; k < 81; ++k) {
-        adam_case c = {plain,          dtypes[k % 3], dtypes[k / 3 % 3], dtypes[k / 9 % 3],
-                       dtypes[k / 27], 2053,          (size_t)(k % 4),   3,
-                       k % 2,          k % 5 == 0};
+        adam_case c = {plain,
+                       dtypes[k % 3],
+                       dtypes[k / 3 % 3],
+                       dtypes[k / 9 % 3],
+                       dtypes[k / 27],
+                       2053,
+                       (size_t)(k % 4),
+                       3,
+                       k % 2,
+                       k % 5 == 0,
+                       false};
         c.options.weight_decay = 0.1;
         c.options.decoupled = k % 4 < 2;
         c.options.amsgrad = k % 3 == 1;
         c.options.grad_scale = k % 4 == 3 ? 1.0 : 0x1p-7;
         check_case(&c);
     }
+}
+
+static void test_random_rounding(void)
+{
+    static const sw_dtype dtypes[] = {SW_DTYPE_FLOAT32, SW_DTYPE_BFLOAT16};
+    for (int k = 0; k < 64; ++k) {
+        adam_case c = {plain,
+                       dtypes[k % 2],
+                       dtypes[k / 2 % 2],
+                       dtypes[k / 4 % 2],
+                       dtypes[1],
+                       (size_t)(2053 + k),
+                       (size_t)(k % 4),
+                       k + 1,
+                       k / 8 % 2 == 1,
+                       k % 5 == 0,
+                       true};
+        c.options.weight_decay = 0.1;
+        c.options.decoupled = k / 16 % 2;
+        c.options.beta1 = k / 32 ? 0.3 : 0.9;
+        c.options.seed = (uint64_t)k << 33;
+        check_case(&c);
+    }
+}
+
+/* A value that the dtype has stays; others are rounded to either neighbour, so that the mean of
+ * many is theirs. */
+static void test_random_rounding_has_the_mean_of_what_it_rounds(void)
+{
+    enum { NUMEL = 1 << 16 };
+    uint16_t *v = malloc(NUMEL * sizeof *v), *m = calloc(NUMEL, sizeof *m);
+    float *p = calloc(NUMEL, sizeof *p), *g = calloc(NUMEL, sizeof *g);
+    expect(v && m && p && g, "memory");
+    for (size_t i = 0; i < NUMEL; ++i)
+        v[i] = 0x3f80; /* 1 */
+    sw_adam_options options = plain;
+    options.beta2 = 0.999;
+    sw_optim_run run = {.p = p, .m = m, .v = v, .g = g, .numel = NUMEL, .is_random = true};
+    run.state_dtype = SW_DTYPE_BFLOAT16;
+    for (run.step = 1; run.step <= 1000; ++run.step)
+        expect(sw_adam_step(&options, &run, 1, NULL) == SW_OK, "a step without gradients");
+    double mean = 0;
+    for (size_t i = 0; i < NUMEL; ++i)
+        mean += (double)oracle_widen(SW_DTYPE_BFLOAT16, v[i]) / NUMEL;
+    /* a step moves an element by 2^-7 of it at most: sd of the mean < 2^-8 sqrt(1000 / 65536) */
+    expect(fabs(mean / pow(0.999, 1000) - 1) < 0.003, "v decays as in float32");
+    free(v);
+    free(m);
+    free(p);
+    free(g);
 }
 
 /* Run many steps on wild values, so that the emulated fused operation meets every kind of operand.
@@ -195,7 +286,8 @@ static void test_many_wild_elements(void)
                    1,
                    2,
                    true,
-                   true};
+                   true,
+                   false};
     c.options.weight_decay = 0.7;
     for (int k = 0; k < 4; ++k) {
         c.options.decoupled = k % 2;
@@ -217,6 +309,7 @@ static void test_large_copies(void)
                        offset,
                        2,
                        true,
+                       false,
                        false};
         check_case(&c);
     }
@@ -272,6 +365,9 @@ static void test_errors(void)
     options = plain;
     options.amsgrad = true;
     expect_refused(options, run, "run 0", "maximum of the second moment");
+    run.is_random = true;
+    expect_refused(options, run, "run 0", "amsgrad has no random rounding");
+    run.is_random = false;
     sw_optim_run bad = run;
     bad.g_dtype = SW_DTYPE_FLOAT64;
     expect_refused(plain, bad, "gradient of run 1", "float64");
@@ -288,6 +384,8 @@ int main(void)
 {
     test_every_option_and_size();
     test_every_dtype();
+    test_random_rounding();
+    test_random_rounding_has_the_mean_of_what_it_rounds();
     test_many_wild_elements();
     test_large_copies();
     test_runs_of_different_steps();

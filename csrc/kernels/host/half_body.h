@@ -39,6 +39,13 @@ static inline uint16_t bfloat16_narrow(float value)
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
+/* Round up with the probability of the part dropped: `random` is uniform in [0, 2^16). */
+static inline uint16_t bfloat16_narrow_randomly(float value, uint32_t random)
+{
+    uint32_t bits = value != value ? 0x7fc00000u : bits_from_float(value);
+    return (uint16_t)((bits + random) >> 16);
+}
+
 /* Move the exponent from bias 15 to 127. The move gives a subnormal an implicit bit that it does
  * not have; subtracting 2^-14 takes that bit away and normalises, exactly. No step produces a
  * subnormal float32, so a thread that flushes subnormals to zero gets the same bits. */

@@ -21,7 +21,7 @@
 #include "kernels/host/tables.h"
 #include "platform/cpu.h"
 
-enum { OPTIM_BLOCK_NUMEL = 1024, OPTIM_CHUNK_NUMEL = 64 };
+enum { OPTIM_BLOCK_NUMEL = 1024, OPTIM_CHUNK_NUMEL = 64, OF_V = 1, OF_P = 2 };
 
 #if defined(__clang__)
 #define OPTIM_LANES _Pragma("clang loop vectorize(assume_safety)")
@@ -59,7 +59,38 @@ typedef struct block { /* float32 arrays: in place, or widened into the caller's
     const void *g;  /* float32, or bfloat16 in loops with half_gradient */
     uint16_t *copy; /* bfloat16, in loops with half_copy: the parameter of which p is the master */
     size_t count;
+    void *half_m, *half_v; /* bfloat16, in loops with half_state, instead of m and v */
+    uint32_t place, key;   /* the first element's, of random_bits() */
 } block;
+
+/* ---- random rounding ---- */
+
+OPTIM_INLINE uint64_t mixed(uint64_t bits) /* splitmix64's last steps */
+{
+    bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9u;
+    bits = (bits ^ (bits >> 27)) * 0x94d049bb133111ebu;
+    return bits ^ (bits >> 31);
+}
+
+/* An element's number, modulo 2^32, times this odd number: neighbours lie far apart. */
+#define PLACE_STEP 0x9e3779b9u
+
+/* Set the random bits of a run from element `start` on. `which` tells arrays apart. */
+static void set_place(block *at, const sw_optim_run *run, uint64_t seed, size_t start, int which)
+{
+    uint64_t array = 2 * (run->origin >> 40) + (uint64_t)which;
+    uint64_t key = mixed(mixed(mixed(seed) + array) + (uint64_t)run->step);
+    at->place = (uint32_t)key + (uint32_t)(run->origin + start) * PLACE_STEP;
+    at->key = (uint32_t)(key >> 32);
+}
+
+/* Return 16 random bits from an element's place in the sequence. The second key comes between the
+ * steps, since a first one alone would permute the same bits at each step. */
+OPTIM_INLINE uint32_t random_bits(uint32_t place, uint32_t key)
+{
+    uint32_t bits = place ^ (place >> 15);
+    return ((bits + key) * 0x846ca68bu) >> 16;
+}
 
 /* Return the master; or its parameter, widened, if the master is a NaN or does not round to it:
  * other code has written the parameter. Bits are compared, so -0 is not 0. The sum holds what the
@@ -74,14 +105,19 @@ OPTIM_INLINE float bfloat16_master(float master, uint16_t parameter)
 /* ---- Adam ---- */
 
 typedef struct adam_form { /* compile-time constants of one loop */
-    bool l2, small_lerp, amsgrad, half_gradient, half_copy;
+    bool l2, small_lerp, amsgrad, half_gradient, half_copy, half_state;
 } adam_form;
 
 /* Step elements start to start + count. */
 OPTIM_INLINE void adam_elements(const block *at, size_t start, size_t count,
                                 const sw_adam_scalars *with, const adam_form form)
 {
-    float *p = at->p + start, *m = at->m + start, *v = at->v + start;
+    float *p = at->p + start, *m = form.half_state ? NULL : at->m + start;
+    float *v = form.half_state ? NULL : at->v + start;
+    uint16_t *half_m = form.half_state ? (uint16_t *)at->half_m + start : NULL;
+    uint16_t *half_v = form.half_state ? (uint16_t *)at->half_v + start : NULL;
+    const uint32_t key = at->key;
+    uint32_t place = at->place + (uint32_t)start * PLACE_STEP;
     float *v_max = form.amsgrad ? at->v_max + start : NULL;
     const float *g = form.half_gradient ? NULL : (const float *)at->g + start;
     const uint16_t *half_g = form.half_gradient ? (const uint16_t *)at->g + start : NULL;
@@ -93,15 +129,23 @@ OPTIM_INLINE void adam_elements(const block *at, size_t start, size_t count,
     OPTIM_LANES
     for (size_t i = 0; i < count; ++i) {
         float gradient = (form.half_gradient ? bfloat16_widen(half_g[i]) : g[i]) * factor;
-        float parameter = form.half_copy ? bfloat16_master(p[i], copy[i]) : p[i], old = m[i];
+        float parameter = form.half_copy ? bfloat16_master(p[i], copy[i]) : p[i];
+        float old = form.half_state ? bfloat16_widen(half_m[i]) : m[i];
+        float old_v = form.half_state ? bfloat16_widen(half_v[i]) : v[i];
         if (form.l2)
             gradient = fused(parameter, weight, gradient);
         else
             parameter = parameter * decay;
         float first = fused(lerp, gradient - old, form.small_lerp ? old : gradient);
-        float second = fused(square * gradient, gradient, v[i] * beta2);
-        m[i] = first;
-        v[i] = second;
+        float second = fused(square * gradient, gradient, old_v * beta2);
+        if (form.half_state) {
+            half_m[i] = bfloat16_narrow(first);
+            half_v[i] = bfloat16_narrow_randomly(second, random_bits(place, key));
+            place += PLACE_STEP;
+        } else {
+            m[i] = first;
+            v[i] = second;
+        }
         if (form.amsgrad) {
             float most = v_max[i];
             second = ((most > second) | (most != most)) ? most : second;
@@ -116,18 +160,21 @@ OPTIM_INLINE void adam_elements(const block *at, size_t start, size_t count,
 }
 
 /* Where prefetches pay, step chunk by chunk, since a loop that the compiler vectorises cannot
- * prefetch. */
+ * prefetch. With half_state they pay on AMD as well: the loop has more instructions an element. */
 OPTIM_INLINE void adam_loop(const block *at, const sw_adam_scalars *with, const adam_form form)
 {
     const size_t wide_bytes = OPTIM_CHUNK_NUMEL * sizeof(float),
                  half_bytes = OPTIM_CHUNK_NUMEL * sizeof(uint16_t);
     const size_t g_bytes = form.half_gradient ? half_bytes : wide_bytes;
-    const bool prefetches = sw_prefetches();
+    const size_t state_bytes = form.half_state ? half_bytes : wide_bytes;
+    const char *m = form.half_state ? at->half_m : (const void *)at->m;
+    const char *v = form.half_state ? at->half_v : (const void *)at->v;
+    const bool prefetches = form.half_state || sw_prefetches();
     size_t i = 0;
     for (; prefetches && i + OPTIM_CHUNK_NUMEL <= at->count; i += OPTIM_CHUNK_NUMEL) {
         stream_ask(at->p + i, wide_bytes);
-        stream_ask(at->m + i, wide_bytes);
-        stream_ask(at->v + i, wide_bytes);
+        stream_ask(m + i / OPTIM_CHUNK_NUMEL * state_bytes, state_bytes);
+        stream_ask(v + i / OPTIM_CHUNK_NUMEL * state_bytes, state_bytes);
         stream_ask((const char *)at->g + i / OPTIM_CHUNK_NUMEL * g_bytes, g_bytes);
         if (form.half_copy)
             stream_ask(at->copy + i, half_bytes);
@@ -161,6 +208,24 @@ static void adam_usual(const block *at, const sw_adam_scalars *with, bool half_g
         adam_loop(at, with, (adam_form){.small_lerp = true, .l2 = true});
     else
         adam_loop(at, with, (adam_form){.small_lerp = true});
+}
+
+/* The usual options with bfloat16 moments that are rounded at random. L2 goes through the cache. */
+static void adam_half_state(const block *at, const sw_adam_scalars *with, bool half_gradient,
+                            bool half_copy)
+{
+    if (half_gradient && half_copy)
+        adam_loop(
+            at, with,
+            (adam_form){
+                .small_lerp = true, .half_state = true, .half_gradient = true, .half_copy = true});
+    else if (half_gradient)
+        adam_loop(at, with,
+                  (adam_form){.small_lerp = true, .half_state = true, .half_gradient = true});
+    else if (half_copy)
+        adam_loop(at, with, (adam_form){.small_lerp = true, .half_state = true, .half_copy = true});
+    else
+        adam_loop(at, with, (adam_form){.small_lerp = true, .half_state = true});
 }
 
 static bool is_usual(const sw_adam_scalars *with)
@@ -262,6 +327,20 @@ static void store_block(void *array, sw_dtype dtype, const float *from, size_t c
         narrow_float16(array, from, count);
 }
 
+/* Store an array of a run whose bfloat16 is rounded at random. */
+static void store_randomly(void *array, sw_dtype dtype, const float *from, const block *at)
+{
+    uint32_t place = at->place;
+    uint16_t *half = array;
+    if (dtype != SW_DTYPE_BFLOAT16) {
+        store_block(array, dtype, from, at->count);
+        return;
+    }
+    OPTIM_LANES
+    for (size_t i = 0; i < at->count; ++i, place += PLACE_STEP)
+        half[i] = bfloat16_narrow_randomly(from[i], random_bits(place, at->key));
+}
+
 static const float *open_gradient(const void *array, sw_dtype dtype, float *buffer, size_t count)
 {
     if (dtype == SW_DTYPE_FLOAT32)
@@ -332,25 +411,57 @@ static void close_run(const block *at, const sw_optim_run *run, size_t start)
     store_block(element(run->copy, start, run->copy_dtype), run->copy_dtype, at->p, at->count);
 }
 
+static void close_random(block *at, const sw_optim_run *run, size_t start, uint64_t seed)
+{
+    sw_optim_run nearest = *run;
+    set_place(at, run, seed, start, OF_V);
+    store_randomly(element(run->v, start, run->state_dtype), run->state_dtype, at->v, at);
+    nearest.v = NULL;
+    if (!run->copy) {
+        set_place(at, run, seed, start, OF_P);
+        store_randomly(element(run->p, start, run->p_dtype), run->p_dtype, at->p, at);
+        nearest.p = NULL;
+    }
+    close_run(at, &nearest, start);
+}
+
 static void adam_run(const sw_optim_run *run, const sw_adam_scalars *with)
 {
-    block at = {run->p, run->m, run->v, run->v_max, run->g, run->copy, run->numel};
+    block at = {.p = run->p,
+                .m = run->m,
+                .v = run->v,
+                .v_max = run->v_max,
+                .g = run->g,
+                .copy = run->copy,
+                .count = run->numel};
     bool half_gradient = run->g_dtype == SW_DTYPE_BFLOAT16,
          half_copy = run->copy_dtype == SW_DTYPE_BFLOAT16;
+    bool is_direct = is_usual(with) && run->p_dtype == SW_DTYPE_FLOAT32 &&
+                     (half_gradient || run->g_dtype == SW_DTYPE_FLOAT32) &&
+                     (half_copy || !run->copy);
     if (is_plain(run)) {
         adam_block(&at, with);
         return;
     }
-    if (is_master(run) && is_usual(with) && (half_gradient || run->g_dtype == SW_DTYPE_FLOAT32) &&
-        (half_copy || !run->copy)) {
+    if (is_direct && run->state_dtype == SW_DTYPE_FLOAT32) {
         adam_usual(&at, with, half_gradient, run->copy != NULL);
+        return;
+    }
+    if (is_direct && run->is_random && run->state_dtype == SW_DTYPE_BFLOAT16 && with->l2 == 0.0f) {
+        set_place(&at, run, with->seed, 0, OF_V);
+        at.half_m = run->m;
+        at.half_v = run->v;
+        adam_half_state(&at, with, half_gradient, run->copy != NULL);
         return;
     }
     buffers wide;
     for (size_t start = 0; start < run->numel; start += OPTIM_BLOCK_NUMEL) {
         open_run(&at, &wide, run, start);
         adam_block(&at, with);
-        close_run(&at, run, start);
+        if (run->is_random)
+            close_random(&at, run, start, with->seed);
+        else
+            close_run(&at, run, start);
     }
 }
 

@@ -6,7 +6,8 @@ torch's, and state dicts load into each other both ways. Tensors are on the CPU 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +40,10 @@ class _Fused(torch.optim.Optimizer):
     _has_dtensors = False
     #: the next step's kernels multiply gradients by its factor
     _clip: DeviceClip | None = None
+    #: of the moments; None: that of the master or parameter, rounded to nearest
+    state_dtype: torch.dtype | None = None
+    #: with state_dtype, by id: a parameter's place in the groups << 40, plus its first element. Others are whole
+    origins: Mapping[int, int] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -82,6 +87,7 @@ class _Fused(torch.optim.Optimizer):
         options = {**self._scalars(group), "maximize": group["maximize"], "grad_scale": grad_scale}
         calls: dict[tuple[bool, bool, torch.device | None], _Lists] = {}
         needed, of_state, store = set(keys), self.state, self.store
+        origins = None if self.state_dtype is None else self._origins_of(group)
         new = None if store is None else store.new
         last_kind, lists = None, _Lists(keys)
         for p in group["params"]:
@@ -104,6 +110,8 @@ class _Fused(torch.optim.Optimizer):
             lists.targets.append(master_of(p, state, new) if has_master else p)
             lists.grads.append(grad)
             lists.states.append(state)
+            if origins is not None:
+                lists.origins.append(origins[id(p)])
             if not on_host and "step" in state:  # torch's fused form keeps the step count on the GPU
                 state["step"] = state["step"].cpu()
             held = state
@@ -122,8 +130,18 @@ class _Fused(torch.optim.Optimizer):
                     state[key] = value
             self._written(lists, lists.targets if has_master else [])
 
+    def _origins_of(self, group: dict[str, Any]) -> Mapping[int, int]:
+        """Return what tells the random bits of parameters apart, by their ids."""
+        before = itertools.takewhile(lambda each: each is not group, self.param_groups)
+        first = sum(len(each["params"]) for each in before)
+        return {id(p): number << 40 for number, p in enumerate(group["params"], first)} | dict(self.origins)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_master": self._master}
+        return {**super().__getstate__(), "_master": self._master, **self._kept_options()}
+
+    def _kept_options(self) -> dict[str, Any]:
+        """Return what a copy keeps besides torch's attributes and the choice of masters."""
+        return {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -193,7 +211,7 @@ class _Fused(torch.optim.Optimizer):
 
     def _state_like(self, p: Tensor) -> Tensor:
         """Return zeros with the shape and strides of `p`, in the dtype of its state."""
-        dtype = torch.float32 if self._has_master(p) else p.dtype
+        dtype = self.state_dtype or (torch.float32 if self._has_master(p) else p.dtype)
         if self.store is not None:
             return self.store.zeros(p, dtype)
         return torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
@@ -201,7 +219,8 @@ class _Fused(torch.optim.Optimizer):
     def state_dtypes(self, p: Tensor, group: dict[str, Any]) -> list[torch.dtype]:
         """Return the dtypes of the state tensors of `p` that have its shape."""
         has_master, moments = self._has_master(p), [key for key in self._keys(group) if key != "step"]
-        return [torch.float32 if has_master else p.dtype] * len(moments) + [torch.float32] * has_master
+        dtype = self.state_dtype or (torch.float32 if has_master else p.dtype)
+        return [dtype] * len(moments) + [torch.float32] * has_master
 
     def _where(self, p: Tensor) -> dict[str, Any]:
         """Return the engine's arguments for the device that steps on parameters like `p`."""
@@ -219,8 +238,8 @@ class _Fused(torch.optim.Optimizer):
             _increment_versions(masters)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load torch's format, from this class or torch's own, but keep moments and masters in float32."""
-        load_in_float32(self, super().load_state_dict, state_dict, self._has_master)
+        """Load torch's format, from this class or torch's own, but keep masters in float32, moments there or in state_dtype."""
+        load_in_float32(self, super().load_state_dict, state_dict, self._has_master, self.state_dtype)
 
 
 class _Lists:
@@ -231,6 +250,7 @@ class _Lists:
         self.targets: list[Tensor] = []  # masters, or the parameters themselves
         self.grads: list[Tensor] = []
         self.states: list[dict[str, Any]] = []
+        self.origins: list[int] = []  # with state_dtype
         self.lists: dict[str, list[Tensor]] = {key: [] for key in keys}
 
     def run(self, call: Callable[[], list[int]]) -> None:
@@ -281,6 +301,8 @@ def _increment_versions(tensors: list[Tensor]) -> None:
 
 
 class _AdamStep(_Fused):
+    _seed = 0
+
     def _keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
@@ -301,6 +323,8 @@ class _AdamStep(_Fused):
         of, plain = lists.lists, self._plain
         largest = plain(of["max_exp_avg_sq"]) if "max_exp_avg_sq" in of else None
         moments = plain(of["exp_avg"]), plain(of["exp_avg_sq"]), largest
+        if self.state_dtype is not None:
+            options = {**options, "origins": lists.origins, "seed": self._seed}
         return _engine.adam_step(plain(lists.targets), grads, *moments, of["step"], copies, **options)
 
 
@@ -320,6 +344,13 @@ class AdamW(_AdamStep, torch.optim.AdamW):
         the parameter is its rounded copy, written in the same pass. Where other code has written the parameter, so
         that the master does not round to it, the step begins with the parameter. False: the parameter itself is updated
         and its moments have its dtype, as in torch.
+    state_dtype : torch.dtype, optional
+        The dtype of both moments: bfloat16 or float32. Second moments in bfloat16, and with `master=False` bfloat16
+        parameters, are then rounded at random: up with the probability of the part dropped. To nearest, a second moment
+        would never decay, and a parameter would lose small updates. Not with `amsgrad`, nor in a GPU's kernels.
+    seed : int, default 0
+        The seed of random rounding, in [0, 2**64). The random bits of an element depend on the seed, its step, its
+        place in its parameter and the place of that in the groups: not on the stage or world size.
 
     Raises
     ------
@@ -334,7 +365,7 @@ class AdamW(_AdamStep, torch.optim.AdamW):
         p *= 1 - lr*wd;  m += (1 - beta1)*(g - m);  v = beta2*v + (1 - beta2)*g*g
         p -= lr/(1 - beta1**t) * m / (sqrt(v)/sqrt(1 - beta2**t) + eps)
 
-    Cost of a step: 16 bytes read and 12 written an element in float32. With torch's GradScaler and `fused=True` the
+    Cost of a step: 16 bytes read and 12 written an element in float32, 12 and 8 with moments in bfloat16. With torch's GradScaler and `fused=True` the
     pass itself unscales the gradient, and `.grad` keeps its scaled value.
 
     References
@@ -368,12 +399,28 @@ class AdamW(_AdamStep, torch.optim.AdamW):
         differentiable: bool = False,
         fused: bool | None = None,
         master: bool = True,
+        state_dtype: torch.dtype | None = None,
+        seed: int = 0,
     ) -> None:
-        self._master = master
+        if state_dtype not in (None, torch.float32, torch.bfloat16):
+            raise ValueError(f"sw.optim.AdamW: state_dtype must be torch.bfloat16 or torch.float32, not {state_dtype}")
+        if not 0 <= seed < 1 << 64:
+            raise ValueError(f"sw.optim.AdamW: seed must be in [0, 2**64), not {seed}")
+        self._master, self.state_dtype, self._seed = master, state_dtype, seed
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad,
             maximize=maximize, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused,
         )  # fmt: skip
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        if self.state_dtype is not None and group["amsgrad"]:
+            raise ValueError(
+                "sw.optim.AdamW: amsgrad keeps a maximum that random rounding would raise: not with state_dtype"
+            )
+
+    def _kept_options(self) -> dict[str, Any]:
+        return {"state_dtype": self.state_dtype, "_seed": self._seed}
 
 
 class Adam(_AdamStep, torch.optim.Adam):

@@ -127,14 +127,20 @@ def master_in(state: Mapping[str, Any]) -> torch.Tensor | None:
     return master if isinstance(master, torch.Tensor) and master.dtype is torch.float32 else None
 
 
-def as_kept(state: Mapping[str, Any], parameter: torch.Tensor, has_master: bool) -> dict[str, Any]:
-    """Convert loaded state to the kept form: float32 with a master, else the parameter's dtype. Step counts stay."""
+def as_kept(
+    state: Mapping[str, Any], parameter: torch.Tensor, has_master: bool, moments: torch.dtype | None = None
+) -> dict[str, Any]:
+    """Convert loaded state to the kept form: float32 with a master, else the parameter's dtype; `moments`, if given, but
+    for masters. Step counts stay.
+    """
     kept = {}
     for key, value in state.items():
         if key == _KEY and not has_master:
             continue
         if isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step":
-            if has_master:
+            if moments is not None and key != _KEY:
+                value = value.to(moments)
+            elif has_master:
                 value = value.to(torch.float32) if value.dtype in LOW else value
             elif parameter.is_floating_point():
                 value = value.to(parameter.dtype)
@@ -166,6 +172,7 @@ def load_in_float32(
     load: Callable[[dict[str, Any]], Any],
     state_dict: dict[str, Any],
     has_master: Callable[[torch.Tensor], bool],
+    moments: torch.dtype | None = None,
 ) -> None:
     """Run `load(state_dict)`, torch's own loading of `optimizer`, but keep masters and their state in float32."""
     loaded: list[dict[str, Any]] = []
@@ -183,7 +190,7 @@ def load_in_float32(
         state = optimizer.state[p]
         if not has_master(p):
             state.pop(_KEY, None)
-        for key, value in as_kept(given, p, has_master(p)).items():
+        for key, value in as_kept(given, p, has_master(p), moments).items():
             if torch.is_tensor(value) and key != "step" and value.is_floating_point():
                 like = p if value.shape == p.shape else value
                 made = torch.empty_like(like, dtype=value.dtype, device=p.device, requires_grad=False)
@@ -239,7 +246,8 @@ class MasterOptimizer(Forwarding):
 def kept_by(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Convert a parameter's restored state to the form that `optimizer` keeps."""
     if has_own_masters(optimizer):
-        return as_kept(state, parameter, optimizer._has_master(parameter))  # type: ignore[attr-defined]
+        moments = getattr(optimizer, "state_dtype", None)
+        return as_kept(state, parameter, optimizer._has_master(parameter), moments)  # type: ignore[attr-defined]
     has_master = isinstance(optimizer, MasterOptimizer) and optimizer.has_master(parameter)
     return as_kept(state, parameter, True) if has_master else state
 

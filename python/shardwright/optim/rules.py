@@ -156,11 +156,13 @@ def resolve(optimizer: torch.optim.Optimizer, partition: str, ranks: int) -> str
     if rule is not None and not rule.partition and ranks == 1:
         return "flat"
     if rule is not None and not rule.partition:
-        if rule.switch and all(group.get(rule.switch) for group in optimizer.param_groups):
+        on_host = any(p.is_cpu for group in optimizer.param_groups for p in group["params"])
+        if rule.switch and not on_host and all(group.get(rule.switch) for group in optimizer.param_groups):
             return "flat"
-        remedy = (
-            f"make it with {rule.switch}=True, which sums over ranks, or use zero=0" if rule.switch else "use zero=0"
-        )
+        remedy = "use zero=0"
+        if rule.switch:
+            sums = f"{rule.switch}=True, which sums over ranks on GPUs alone"
+            remedy += f" ({sums}, is of no help on a CPU)" if on_host else f", or make it with {sums}"
         raise ValueError(f"optimizer {name} cannot be sliced, since {rule.why}: {remedy}")
     if partition != "auto":
         return partition

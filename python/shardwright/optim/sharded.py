@@ -175,6 +175,8 @@ class ShardedOptimizer(Forwarding):
         entries, index = self._entries, self._index
         try:
             with_master = []
+            if getattr(self._inner, "state_dtype", None) is not None:
+                vars(self._inner).update(origins=self._origins())
             for group in self._inner.param_groups:
                 members = [entries[index[id(p)]] for p in group["params"]]
                 pairs = [(e, e.piece if e.is_final else self._piece(e)) for e in members]  # no call for each
@@ -191,6 +193,11 @@ class ShardedOptimizer(Forwarding):
                 if piece is not None and home is not None and piece.data_ptr() != home.data_ptr():  # p.data = ...
                     home.copy_(piece.detach())
                     piece.data = home
+
+    def _origins(self) -> dict[int, int]:
+        """Return where the pieces begin, as sw.optim reads it."""
+        runs = ((number, e, self.run(e.index, e.replica.group.rank)) for number, e in enumerate(self._members()))
+        return {id(self._piece(e)): (number << 40) + low for number, e, (low, _) in runs}
 
     def has_master(self, parameter: torch.Tensor) -> bool:
         """Return True if this class keeps a float32 master of a parameter."""
