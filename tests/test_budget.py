@@ -25,7 +25,7 @@ LINES = {
     "shardwright/parameters": 5_082,
     "shardwright/torch_compat": 1_540,
     "shardwright_tools": 293,
-    "shardwright_tools/cli": 3_009,
+    "shardwright_tools/cli": 3_128,
     "shardwright_tools/convert": 1_276,
     "shardwright_tools/doctor": 1_202,
     "shardwright_tools/gpu_check": 1_268,
