@@ -30,6 +30,7 @@ static const int64_t same_wait_ns = INT64_C(1000) * 1000 * 1000;
 static sw_account plain = {.head = {.magic = "swstep", .wait_rank = -1}};
 static sw_account *_Atomic current = &plain;
 static uint8_t *mapping; /* owned: of `current`; NULL while that is `plain` */
+static uint8_t *before;  /* owned: of the file before, or NULL */
 
 /* What belongs to the step that is on, and is no part of the file. */
 static struct {
@@ -127,9 +128,16 @@ sw_status sw_account_open(const char *path, int rank, int world_size, const char
     }
     sw_account *moved = (sw_account *)(void *)mapped;
     memcpy(mapped, account(), sizeof *moved);
+    if (mapping) { /* a later start in this process: the end of the one before is not its own */
+        memset(&moved->head.reason, 0, sizeof moved->head.reason);
+        atomic_store(&moved->head.ended, 0);
+    }
     introduce(&moved->head, rank, world_size, host);
     atomic_store_explicit(&current, moved, memory_order_release);
-    mapping = mapped; /* another thread may still store into the last one, so that stays mapped */
+    if (before) /* another thread may still store into the last one, so that stays mapped */
+        sw_memory_unmap(before, sizeof(sw_account));
+    before = mapping;
+    mapping = mapped;
     return SW_OK;
 }
 
@@ -148,7 +156,9 @@ void sw_account_forget(void)
 {
     if (mapping)
         sw_memory_unmap(mapping, sizeof(sw_account));
-    mapping = NULL;
+    if (before)
+        sw_memory_unmap(before, sizeof(sw_account));
+    before = mapping = NULL;
     memset(&plain, 0, sizeof plain);
     atomic_store(&plain.head.wait_rank, -1);
     atomic_store(&current, &plain);

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from . import checkpoint, elastic, hooks, optim
     from ._version import __version__
     from .checkpoint import Checkpointer, load, save, save_pretrained
+    from .checkpoint.survive import steps, survive
     from .comm.process_group import init_process_group
     from .description import describe, stats
     from .fsdp1 import FullyShardedDataParallel
@@ -108,6 +109,8 @@ __all__ = [
     "share_comm_ctx",
     "sharding",
     "stats",
+    "steps",
+    "survive",
     "trace",
     "unwrap",
     "wrap",
@@ -117,6 +120,7 @@ __all__ = [
 _NAMES = {
     "_version": "__version__",
     "checkpoint": "Checkpointer load save save_pretrained",
+    "checkpoint.survive": "steps survive",
     "comm.process_group": "init_process_group",
     "description": "describe stats",
     "fsdp1": "FullyShardedDataParallel",

@@ -162,6 +162,7 @@ class Checkpointer:
         memory_every: int | None = None,
         memory_replicas: int | None = None,
     ) -> None:
+        self._given = {name: value for name, value in locals().items() if name != "self"}
         self._peers = peers_of(model, process_group, usable_timeout(timeout_s))
 
         def check() -> tuple[dict[str, Any], tuple[Any, ...]]:
@@ -598,6 +599,20 @@ class Checkpointer:
             self._closed = True
             self._retire.detach()
             self._held.close()
+
+    def _leave(self) -> None:
+        """End without communication, since ranks were lost: a save that they took part in fails; steps in memory stay."""
+        with _failures_logged():
+            self._close(functools.partial(self._writer.wait_alone, lambda: True))
+
+    def _come_back(self) -> None:
+        """Open again after _leave(), as it was made, over the ranks of the model at this time. Collective."""
+        try:
+            self.__init__(**self._given)  # type: ignore[misc]
+        except BaseException:
+            self._closed = True
+            self._held.close()
+            raise
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -48,7 +48,7 @@ def _report(before: Any, kind: type[BaseException], error: BaseException, trace:
 
 def _write(path: str, error: Exception, trace: TracebackType | None) -> None:
     """Write the file as torch.distributed.elastic's record() does, or correct the time in its file."""
-    is_heard = _is_heard(error)
+    is_heard = reports_peer(error, -1, int(os.environ.get("RANK", "-1")))
     if os.path.exists(path) and not is_heard:
         return
     stack = "".join(traceback.format_exception(type(error), error, trace))
@@ -63,11 +63,10 @@ def _write(path: str, error: Exception, trace: TracebackType | None) -> None:
         os.unlink(partial)
 
 
-def _is_heard(error: BaseException | None) -> bool:
-    """Return True for a report of another rank's failure, also where a save or a load failed by it."""
-    own = int(os.environ.get("RANK", "-1"))
+def reports_peer(error: BaseException | None, *own: int) -> bool:
+    """Return True for a report of the failure of another rank than `own`, also where a save or a load failed by it."""
     while error is not None:
-        if isinstance(error, CommError) and getattr(error, "rank", -1) not in (-1, own):
+        if isinstance(error, CommError) and getattr(error, "rank", -1) not in own:
             return True
         if isinstance(error, CheckpointError) and PEER_LOST in str(error):
             return True

@@ -279,6 +279,21 @@ def live_groups() -> list[HostGroup]:
     return [group for group in (*_single.values(), *_groups.values()) if group._leave.alive]
 
 
+def abort_all(reason: str) -> None:
+    """Abort every communicator: peers that wait for this rank get a CommError."""
+    for group in live_groups():
+        with contextlib.suppress(RuntimeError):
+            group.comm.abort(reason)
+
+
+def begin_anew() -> None:
+    """Close every communicator, and count meetings from the first one: the next default group has a store of its own."""
+    for group in live_groups():
+        group.close()
+    _groups.clear()
+    _meetings.clear()
+
+
 def resolve_group(process_group: Any, device_mesh: Any, *, trains: bool = False) -> Any:
     """Return torch's group for these options, or None. ValueError if this rank is not in it.
 

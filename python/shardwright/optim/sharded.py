@@ -71,16 +71,9 @@ class ShardedOptimizer(Forwarding):
     ) -> None:
         self.partition = partition = resolve(optimizer, partition, replica.group.world_size)
         self._inner = optimizer
-        self.replica = self._replica = replica
-        self.replicas = (replica, *parts)
-        places = [(each, at) for each in self.replicas for at in range(len(each.table.parameters))]
-        self._entries = [Entry(index, each, at) for index, (each, at) in enumerate(places)]
-        self._index = {id(entry.member): entry.index for entry in self._entries}
-        self._owner = owner_of(partition, self.replicas, optimizer)
+        self._slice_over((replica, *parts))
         self._makes_masters = not has_own_masters(optimizer)
         self._without_master = {id(parameter) for parameter in without_master}
-        self._consolidated: dict[Entry, dict[str, Any]] | None = None  # whole state, until state changes
-        self._state_names: dict[Entry, list[str]] | None = None  # equal on all ranks, until state changes
         check_members(replica.label, self._index, optimizer.param_groups, all_of_them=True)
         whole = dict(optimizer.state)
         if any(id(parameter) not in self._index for parameter in whole):
@@ -92,10 +85,28 @@ class ShardedOptimizer(Forwarding):
         optimizer.state.clear()
         for parameter, state in whole.items():
             self._take_state(self._entry(parameter), state)
-        #: the number of rounds at the last step
-        self.rounds_at_step = 0
         self._position = replica.steppers.add_sliced(self)
         self._forwards = True
+
+    def _slice_over(self, replicas: tuple[Replica, ...]) -> None:
+        self.replica = self._replica = replicas[0]
+        self.replicas = replicas
+        places = [(each, at) for each in replicas for at in range(len(each.table.parameters))]
+        self._entries = [Entry(index, each, at) for index, (each, at) in enumerate(places)]
+        self._index = {id(entry.member): entry.index for entry in self._entries}
+        self._owner = owner_of(self.partition, replicas, self._inner)
+        self._consolidated: dict[Entry, dict[str, Any]] | None = None  # whole state, until state changes
+        self._state_names: dict[Entry, list[str]] | None = None  # equal on all ranks, until state changes
+        #: the number of rounds at the last step
+        self.rounds_at_step = 0
+
+    def follow(self, replicas: Sequence[Replica]) -> None:
+        """Slice over the ranks of newer replicas of the same module; the state is empty until it is loaded."""
+        self._inner.state.clear()
+        self._slice_over(tuple(replicas))
+        for group in self.param_groups:
+            self._join(group)
+        self._position = self.replica.steppers.add_sliced(self)
 
     def _entry(self, parameter: torch.Tensor) -> Entry:
         return self._entries[self._index[id(parameter)]]
@@ -121,9 +132,12 @@ class ShardedOptimizer(Forwarding):
             check_members(self._replica.label, self._index, groups, all_of_them=True, first=len(self.param_groups))
         super().add_param_group(param_group)
         self._consolidated = self._state_names = None
-        entries = [self._entry(p) for p in self.param_groups[-1]["params"]]
+        self._join(self.param_groups[-1])
+
+    def _join(self, group: dict[str, Any]) -> None:
+        entries = [self._entry(p) for p in group["params"]]
         for entry in entries:
-            entry.group = self.param_groups[-1]
+            entry.group = group
         self._owner.assign(entries)
 
     def __getstate__(self) -> Any:

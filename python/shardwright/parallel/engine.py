@@ -410,6 +410,22 @@ class Engine:
             return Slicing.one_a_rank(group.rank, group.world_size)
         return Slicing.of_rows(group.rank, mesh_rows(mesh, self.process_group))
 
+    def leave(self) -> None:
+        """Retire the replicas without communication, since ranks were lost. Parameters are whole, with values of any step.
+
+        The next use makes new replicas, collectively over the default group of that time, as it does for a copy.
+        """
+        for replica in self.made:
+            replica.retire()
+        if self._retire is not None:
+            self._retire.detach()  # the finalizer would keep the replicas
+        for parameter in self.own_parameters():
+            parameter.grad = None  # it may be a view of a bucket
+        self._reset()
+        self.comm_hooks, self.compression_state = [], None
+        self.runs, self.is_held, self._has_met = False, 0, False
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
+
     # copies: weights and options; the first forward with gradients makes replicas, collectively ---------------------
 
     def __getstate__(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import operator
 import os
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -67,6 +68,27 @@ def is_view_op(operation: Any) -> bool:
 def default_store() -> Any:
     """Return the store of the default process group."""
     return dist.distributed_c10d._get_default_store()
+
+
+def group_timeout(group: Any) -> timedelta:
+    """Return the default timeout of torch's `group` of Gloo."""
+    found: timedelta = cpu_backend(group).options._timeout
+    return found
+
+
+def set_group_timeout(group: Any, timeout: timedelta) -> None:
+    """Set the default timeout of torch's `group`."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def end_groups() -> None:
+    """Destroy torch's groups, if there are any, and take back the hook that names this rank before a traceback."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    hook: Any = sys.excepthook
+    if getattr(hook, "__qualname__", "") == "init_process_group.<locals>._distributed_excepthook":
+        cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or ()))
+        sys.excepthook = cells["old_hook"].cell_contents  # else each group adds one
 
 
 def cpu_backend(group: Any) -> Any:

@@ -24,6 +24,7 @@ COMMANDS = {
     "ckpt": (".ckpt", "inspect, verify, convert and prune checkpoints"),
     "kernels": (".kernels", "compile the GPU kernels ahead of time"),
     "config": (".config", "translate a DeepSpeed configuration to sw.wrap"),
+    "rank": (".rank", "run one rank of torchrun, and outlive it when it dies"),
     "run": (".run", "run an unchanged accelerate or transformers.Trainer program on shardwright"),
     "chaos": (".chaos", "run a training job under injected faults and report their cost"),
 }
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("gpu-check", help="check and time a GPU, in fifteen minutes or less")
     words, program = list(arguments), []
     if (
-        words[:1] in (["plan"], ["trace"], ["scale"]) and "--" in words
+        words[:1] in (["plan"], ["trace"], ["scale"], ["rank"]) and "--" in words
     ):  # argparse would give a program's options to the command
         at = words.index("--")
         words, program = words[:at], words[at + 1 :]

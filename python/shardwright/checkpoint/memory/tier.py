@@ -348,6 +348,11 @@ class MemoryTier:
         names = [name for host in chosen.parts for name in host]
         self._complete, self._last = (int(names[0].rpartition("-")[2]), chosen.step), None
 
+    @property
+    def has_step(self) -> bool:
+        """Return True if a step was restored from here, or is complete here."""
+        return self._complete is not None
+
     def forget_after(self, step: int) -> None:
         """Take part in a rollback, which Directory.go_on_from() has noted: later steps are no candidates any more."""
         self._branch += 1

@@ -1,0 +1,228 @@
+"""Training that goes on in the same processes when a rank is lost. docs/design/in_place.md has the design.
+
+for step in sw.steps(checkpoints, 1000, min_ranks=2):
+    with step:
+        loss(model(x), y).backward()
+        optimizer.step()
+        checkpoints.save(step, every=100)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from .._engine import Error
+from ..comm.failures import reports_peer
+from ..comm.process_group import abort_all
+from ..comm.regroup import Member, Regroup, own_member
+from ..optim.sharded import ShardedOptimizer
+from ..options.checks import count
+from .checkpointer import Checkpointer
+from .joined import averaging, engines_of, members_of, sharded_of
+
+__all__ = ["Step", "steps", "survive"]
+
+_logger = logging.getLogger("shardwright")
+_Result = TypeVar("_Result")
+#: seconds that the ranks which are left wait for a living one that does not come
+_WAIT_S = 60.0
+#: recoveries in which no rank was lost, one after another, before their error is raised
+_TRIES = 3
+#: in the directory of checkpoints, the folder in which the ranks of one start meet
+_FOLDER = ".attempts"
+
+
+class Step(int):
+    """The number of a step, and the context of its body: an error that reports a lost rank ends the body, and not the loop."""
+
+    _job: _Job
+    is_entered = is_over = False
+
+    def __enter__(self) -> Step:
+        self.is_entered = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.is_over = error is None
+        return error is not None and self._job.is_lost(error)
+
+
+def steps(checkpointer: Checkpointer, stop: int, *, min_ranks: int = 1, wait_s: float = _WAIT_S) -> Iterator[Step]:
+    """Yield the steps that are left up to `stop`. When a rank is lost, the others go on in the same processes.
+
+    Parameters
+    ----------
+    checkpointer : Checkpointer
+        Its model, optimizer and other state go on from the newest step that is whole. It restores before the first step, so the
+        program does not. Give it memory_every=1, which loses one step at most; without it the disk's newest step is taken.
+    stop : int
+    min_ranks : int
+        With fewer living ranks the job ends with an Error.
+    wait_s : float
+        Seconds after which a living rank that has not come is left out, and killed. Longer than the longest pause of one rank.
+
+    Yields
+    ------
+    Step
+        An int. The body of the loop stands inside `with step:`.
+
+    Raises
+    ------
+    Error
+        Fewer than `min_ranks` ranks are left, no step is whole, or this rank came too late.
+    ValueError
+        The module cannot change its ranks: on a GPU, over a mesh or process group of its own, with groups= or offload=, or of fully_shard.
+
+    Notes
+    -----
+    Collective. torch's default group is made anew: dist.get_rank() and dist.get_world_size() change, and groups that the program
+    made itself have ended. The body reads them, and sw.elastic.batches(), anew in each step. State that `checkpointer` does not
+    hold, such as an iterator over data, is not taken back.
+    """
+    job = _Job(checkpointer, min_ranks, wait_s)
+    try:
+        number = job.restore()
+        while number < stop:
+            step = Step(number)
+            step._job = job
+            yield step
+            if not step.is_entered:
+                raise Error("sw.steps: put the body of the loop inside `with step:`")
+            number = number + 1 if step.is_over else job.recover()
+    finally:
+        job.close()
+
+
+def survive(
+    train: Callable[[int], _Result], checkpointer: Checkpointer, *, min_ranks: int = 1, wait_s: float = _WAIT_S
+) -> _Result:
+    """Return train(step), called with the restored step; when a rank is lost the others call it again. Options as in steps()."""
+    job = _Job(checkpointer, min_ranks, wait_s)
+    try:
+        number = job.restore()
+        while True:
+            try:
+                return train(number)
+            except Exception as error:
+                if not job.is_lost(error):
+                    raise
+            number = job.recover()
+    finally:
+        job.close()
+
+
+class _Job:
+    """The ranks, engines and optimizers of one training in place."""
+
+    def __init__(self, checkpointer: Checkpointer, min_ranks: int, wait_s: float) -> None:
+        self._checkpointer = checkpointer
+        peers, training = checkpointer._peers, checkpointer._training
+
+        def check() -> tuple[dict[str, int], None]:
+            count(1, peers.world_size, f"a number of ranks in [1, {peers.world_size}]")("min_ranks", min_ranks)
+            if why := self._unmovable():
+                raise ValueError(
+                    f"sw.steps and sw.survive do not go on in the same processes with {why}: restart after a lost rank"
+                )
+            return {"min_ranks": min_ranks}, None
+
+        peers.agree(check, "sw.steps()")
+        self._engines = engines_of(training.model)
+        self._sliced = [(o, e) for o in sharded_of(training.optimizer) for e in self._engines if o.replica in e.made]
+        plain = [each for each in members_of(training.optimizer) if not isinstance(each, ShardedOptimizer)]
+        self._plain = [(each, engine) for engine in self._engines for each in plain]
+        name = peers.first(lambda: f"{_FOLDER}-{secrets.token_hex(8)}", "the folder of attempts")
+        self._folder = os.path.join(checkpointer.directory, name)
+        members = [Member(*each) for each in peers.exchange(own_member(), "processes of ranks")]
+        self._ranks = Regroup(self._folder, members, peers.rank, least=min_ranks, wait_s=wait_s)
+
+    def _unmovable(self) -> str:
+        """Return what cannot change its ranks, or ""."""
+        checkpointer = self._checkpointer
+        training, peers = checkpointer._training, checkpointer._peers
+        why = ""
+        if training.stages or any(isinstance(each, TorchDDP) for each in averaging(training.model)):
+            why = "stages of a pipeline, and wrappers of torch's own"
+        if peers.world_size > 1 and peers.group.torch_group is not dist.group.WORLD:
+            why = "a process group of its own"
+        for engine in engines_of(training.model):
+            options, replicas = engine.options, engine.replicas
+            given = {"groups=": options.groups, "offload=": options.offload, "device_mesh=": options.device_mesh}
+            given["process_group="] = options.process_group
+            given["a module of fully_shard"] = any(each.has_rows for each in replicas)
+            given["a GPU"] = any(each.link is not None for each in replicas)
+            given["DTensors"] = any(each.model_ranks is not None for each in replicas)
+            given["a communication hook"] = engine.options.compress is None and engine.comm_hooks
+            given["a wrapper inside a wrapper"] = engine.inner or engine.is_around
+            why = why or next((name for name, value in given.items() if value), "")
+        if checkpointer._place.read_only:
+            why = why or "a directory that cannot be written to"
+        return why
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Return True for an error of a lost rank: one that reports it, or any while some rank's process has ended."""
+        if self._ranks.is_over or not isinstance(error, Exception):
+            return False
+        return reports_peer(error, self._ranks.own) or bool(self._ranks.dead())
+
+    def restore(self) -> int:
+        """Restore the newest whole step, and keep the first one in memory if no step was saved. Collective."""
+        number = self._checkpointer.restore()
+        if not number and self._checkpointer._memory is not None:
+            self._checkpointer._keep(0, self._checkpointer._memory)
+        return number
+
+    def recover(self) -> int:
+        """Go on with the ranks that are left. Return the number of the next step."""
+        tries = _TRIES
+        while True:
+            before, own, attempt = len(self._ranks.members), self._ranks.own, self._ranks.attempt
+            try:
+                number = self._go_on()
+                break
+            except Exception as error:
+                tries = _TRIES if len(self._ranks.members) < before or self._ranks.dead() else tries - 1
+                if not self.is_lost(error) or self._ranks.attempt == attempt or not tries:
+                    raise
+                _logger.warning("a rank was lost while others went on in place, and they begin again: %s", error)
+        if self._ranks.own == 0:
+            _logger.warning(
+                "%d of %d ranks are left, and go on in place with step %d (rank 0 was rank %d)",
+                *(len(self._ranks.members), before, number, own),
+            )
+        return number
+
+    def _go_on(self) -> int:
+        abort_all(f"rank {self._ranks.own} heard of a lost rank")
+        self._checkpointer._leave()
+        for each in self._engines:
+            each.leave()
+        self._ranks.meet()
+        self._ranks.make_group()
+        for each in self._engines:
+            each.replicas  # noqa: B018, makes them
+        for optimizer, engine in self._sliced:
+            optimizer.follow(engine.replicas)
+        for optimizer, engine in self._plain:
+            engine.replica.steppers.add_plain(optimizer)
+        self._checkpointer._come_back()
+        number, memory = self._checkpointer.restore(), self._checkpointer._memory
+        if not number and (memory is None or not memory.has_step):
+            raise Error("no step is whole in memory or on disk, so the ranks that are left cannot go on")
+        return number
+
+    def close(self) -> None:
+        """Remove the folder of attempts."""
+        if self._ranks.own == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)

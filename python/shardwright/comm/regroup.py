@@ -1,0 +1,222 @@
+"""How the ranks that are left after a fault agree on their new group, and make torch's default group anew.
+
+They meet in a folder that all of them see, since the store of torch's old group may have ended with rank 0. Each word in it is a
+file that is linked once, so all ranks read the word of the first that spoke. move() is the whole protocol. A test explores it
+with every order of moves and two faults at any point (docs/design/in_place.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from .._engine import Error
+from ..torch_compat.internals import default_store, end_groups, group_timeout, set_group_timeout
+from . import process_group
+from .account import is_running
+from .rendezvous import comm_error
+from .waits import Wait
+
+#: pause between two looks into the folder: the first and the longest
+_LOOK_S = (0.001, 0.05)
+#: deadline of torch's Gloo while the ranks connect; then the group gets the deadline of the one before
+_CONNECT_S = 20.0
+
+
+class Member(NamedTuple):
+    """A rank's process. `place`: equal where processes see one another's numbers."""
+
+    pid: int
+    start: int
+    place: str
+    host: str
+
+
+class Move(NamedTuple):
+    """What a rank does next: say a word, (key, value), if any; or end with an outcome: the numbers that go on, or a reason."""
+
+    says: tuple[str, Any] | None = None
+    goes_on: bool | None = None  # None: look again
+
+
+def move(own: int, count: int, least: int, said: Mapping[str, Any], dead: Collection[int], is_late: bool) -> Move:
+    """Return the next move of member `own` of `count` in one attempt, from what was `said` in it and which members are `dead`.
+
+    `is_late`: this rank no longer waits for living members that have not come. Words, each said once:
+
+    here/R      member R takes part
+    members     the numbers that go on; [] if fewer than `least` are left
+    ready/R     member R has read that it is one of them
+    outcome     True: all of them were ready and alive; False: one died, and the rest tries again without it
+    """
+    if f"here/{own}" not in said:
+        return Move((f"here/{own}", True))
+    if "members" not in said:
+        came = [each for each in range(count) if f"here/{each}" in said and each not in dead]
+        if len(came) < count - len(dead) and not is_late:
+            return Move()
+        return Move(("members", came if len(came) >= least else []))
+    members = said["members"]
+    if own not in members:
+        return Move(goes_on=False)
+    if "outcome" in said:
+        return Move(goes_on=said["outcome"])
+    if f"ready/{own}" not in said:
+        return Move((f"ready/{own}", True))
+    if any(each in dead for each in members):
+        return Move(("outcome", False))
+    if all(f"ready/{each}" in said for each in members):
+        return Move(("outcome", True))
+    return Move()
+
+
+def own_member() -> Member:
+    """Return this process as a member."""
+    with open("/proc/self/stat", "rb") as file:
+        start = int(file.read().rpartition(b")")[2].split()[19])
+    place = f"{process_group._place()} {os.stat('/proc/self/ns/pid').st_ino}"
+    return Member(os.getpid(), start, place, socket.gethostname())
+
+
+class Board:
+    """The words of one attempt: files in a folder, each linked once. No lock is held, so a stopped rank holds up no other."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._said: dict[str, Any] = {}
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+
+    def say(self, key: str, value: Any) -> None:
+        """Say a word, unless some rank has said it."""
+        path = os.path.join(self._folder, key.replace("/", "-"))
+        hidden = f"{path}.{secrets.token_hex(8)}"
+        with open(hidden, "w", encoding="ascii") as file:
+            json.dump(value, file)
+        with contextlib.suppress(FileExistsError):
+            os.link(hidden, path)
+        os.unlink(hidden)
+
+    def said(self) -> dict[str, Any]:
+        """Return all words so far."""
+        for name in os.listdir(self._folder):
+            key = name.replace("-", "/")
+            if "." not in name and key not in self._said:
+                with open(os.path.join(self._folder, name), encoding="ascii") as file:
+                    self._said[key] = json.load(file)
+        return self._said
+
+
+class Regroup:
+    """The members of a job that goes on in place, numbered as torch's default group numbers them."""
+
+    def __init__(self, folder: str, members: Sequence[Member], own: int, *, least: int, wait_s: float) -> None:
+        self._folder, self.members, self.own = folder, list(members), own
+        self._least, self._wait_s = least, wait_s
+        self._backend, self._timeout = dist.get_backend(), group_timeout(dist.group.WORLD)
+        self.attempt = 0
+        self.is_over = False  # True once this rank cannot go on
+
+    def dead(self) -> set[int]:
+        """Return the members whose processes have ended, as far as this host sees them."""
+        place = self.members[self.own].place
+        return {
+            number
+            for number, each in enumerate(self.members)
+            if each.place == place and not is_running(each.pid, each.start)
+        }
+
+    def meet(self) -> None:
+        """Agree with the living members on the next members. Error: this rank is not one of them, or too few are left."""
+        while not self._meet():
+            pass
+
+    def _meet(self) -> bool:
+        """Meet in the next attempt. Return False if a member died in it."""
+        self.attempt += 1
+        board = Board(os.path.join(self._folder, str(self.attempt)))
+        wait, pause_s = Wait(None), _LOOK_S[0]
+        while True:
+            said = board.said()
+            found = move(self.own, len(self.members), self._least, said, self.dead(), wait.waited_s > self._wait_s)
+            if found.says is not None:
+                board.say(*found.says)
+                continue
+            if found.goes_on is not None:
+                return self._follow(said["members"], found.goes_on)
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LOOK_S[1])
+
+    def _follow(self, chosen: list[int], goes_on: bool) -> bool:
+        """Take the chosen numbers for the members, and end those of this host that are left out and live."""
+        self.is_over = self.own not in chosen
+        if not chosen:
+            left = len(self.members) - len(self.dead())
+            raise Error(
+                f"{left} of {len(self.members)} ranks are left, and min_ranks={self._least}: this job cannot go on in place"
+            )
+        if self.is_over:
+            raise Error(
+                f"rank {self.own} of {len(self.members)} on host {socket.gethostname()} came {self._wait_s:g} s too late to go on: "
+                f"ranks {', '.join(map(str, chosen))} go on without it"
+            )
+        me = self.members[self.own]
+        for number, each in enumerate(self.members):
+            if number not in chosen and each.place == me.place:
+                _end(each)
+        self.members = [self.members[number] for number in chosen]
+        self.own = chosen.index(self.own)
+        return goes_on
+
+    def make_group(self) -> None:
+        """Replace torch's default group by one of the members, with a store in their folder. Collective.
+
+        CommError if a member ends meanwhile, or torch cannot connect the members.
+        """
+        leave()
+        folder, size = os.path.join(self._folder, str(self.attempt)), len(self.members)
+        board, short = Board(folder), timedelta(seconds=min(_CONNECT_S, self._timeout.total_seconds()))
+        board.say(f"came/{self.own}", True)
+        try:  # else Gloo would wait for a member that has died since they met
+            self._until(lambda: all(f"came/{each}" in board.said() for each in range(size)))
+            store = dist.FileStore(os.path.join(folder, "torch.store"), -1)
+            dist.init_process_group(self._backend, store=store, rank=self.own, world_size=size, timeout=short)
+        except (RuntimeError, OSError) as error:
+            raise comm_error(f"joining in place: torch's group cannot be made: {error}") from error
+        default_store().set_timeout(self._timeout)
+        set_group_timeout(dist.group.WORLD, self._timeout)
+
+    def _until(self, is_done: Callable[[], bool]) -> None:
+        """Return once `is_done`. RuntimeError if a member has died."""
+        pause_s = _LOOK_S[0]
+        while not is_done():
+            if dead := self.dead():
+                raise RuntimeError(f"rank {min(dead)} died")
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LOOK_S[1])
+
+
+def leave() -> None:
+    """End every communicator of this process and torch's groups, without a word to ranks that may be dead."""
+    process_group.begin_anew()
+    end_groups()
+
+
+def _end(member: Member) -> None:
+    """Kill a process of this job that others have left behind, so that it can write nothing more."""
+    with contextlib.suppress(OSError):
+        fd = os.pidfd_open(member.pid)
+        try:
+            if is_running(member.pid, member.start):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+        finally:
+            os.close(fd)

@@ -1,0 +1,235 @@
+"""Law: when ranks are killed, at any place of a step, the others go on in the same processes with the bits of a run that was
+started again with as many ranks, from the newest whole step; nothing grows with the number of faults; and who cannot go on says so.
+"""
+
+import gc
+import os
+import signal
+import tempfile
+import time
+import zlib
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_subjects import build
+from harness import RanksFailed, on_every_rank
+from internals import Engine, Regroup
+from peer import PEER, sw
+from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
+from test_twenty_steps_of_a_gpt import gpt, loss_of
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+STAGES = {stage: {"zero": stage} for stage in range(4)}
+STAGES |= {"private": {"zero": 3, "share_parameters": False, "units": torch.nn.Linear}}
+PLACES = ["forward", "backward", "step", "save"]
+STOP = 10
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def prepare(stage, **options):
+    module, optimizer, vocabulary = gpt()
+    model, optimizer = sw.wrap(module, optimizer, timeout_s=20, **STAGES[stage], **options)
+    return model, optimizer, vocabulary
+
+
+def train_step(model, optimizer, vocabulary, step, place=None):
+    """Train a step on data of the step and of this rank's number at this time; die at a place."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    loss = loss_of(model, vocabulary, generator)
+    if place == "forward":
+        die()
+    if place == "backward":
+        next(iter(model.parameters())).register_hook(lambda _: die())
+    loss.backward()
+    if place == "step":
+        die()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def digest(model, optimizer):
+    state = sw.full_state_dict(model), sw.full_optimizer_state_dict(model, optimizer)["state"]
+    tensors = [*state[0].values(), *(value for each in state[1].values() for value in each.values())]
+    return [zlib.crc32(torch.as_tensor(each).contiguous().numpy()) for each in tensors]
+
+
+def held():
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        resident = int(file.read().split()[1]) * 4096
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident
+
+
+def survive(rank, world_size, folder, stage, faults, stop=STOP, **options):
+    """Train in place. `faults`: step -> (number that a rank has then, the place where it dies). Return what happened."""
+    model, optimizer, vocabulary = prepare(stage)
+    checkpoints = sw.Checkpointer(folder, model, optimizer, memory_every=1)
+    seen, holds, told, seconds = [], [], None, []
+    for step in sw.steps(checkpoints, stop, **options):
+        with step:
+            seen.append((int(step), dist.get_world_size()))
+            dead, place = faults.pop(int(step), (None, None))
+            place = place if dead == dist.get_rank() else None
+            try:
+                train_step(model, optimizer, vocabulary, step, place)
+                if place == "save":
+                    die()
+                checkpoints.save(step, every=4)
+            except sw.CommError:
+                told = time.monotonic()
+                raise
+            if told is not None:
+                seconds.append(time.monotonic() - told)
+                told = None
+                holds.append(held())
+    found = seen, digest(model, optimizer), seconds, holds
+    checkpoints.close()
+    return found
+
+
+def again(rank, world_size, folder, begin, stop):
+    """Train from a checkpoint, as a run that was started again."""
+    model, optimizer, vocabulary = prepare(0)
+    with sw.Checkpointer(folder, model, optimizer) as checkpoints:
+        assert checkpoints.restore() == begin
+        for step in range(begin, stop):
+            train_step(model, optimizer, vocabulary, step)
+        checkpoints.save(stop - 1)
+        checkpoints.wait()
+        return digest(model, optimizer)
+
+
+def outcomes_of(team, dead, limit_s=60):
+    """Return the values of the ranks that lived."""
+    outcomes = team.wait(limit_s, patient=True)
+    if any(outcome.ok == (outcome.rank in dead) for outcome in outcomes):
+        raise RanksFailed(outcomes)
+    return [outcome.value for outcome in outcomes if outcome.rank not in dead]
+
+
+@pytest.fixture(scope="module")
+def expected(teams):
+    """Digests of a run whose starts have 4, 3 and 2 ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        for world_size, begin, stop in ((4, 0, 5), (3, 5, 8), (2, 8, STOP)):
+            with teams.fresh(world_size) as team:
+                found = team.run(again, folder=folder, begin=begin, stop=stop)
+        return found[0]
+
+
+@pytest.mark.parametrize("turn", range(len(STAGES)))
+def test_the_rest_go_on_with_the_bits_of_a_restart_with_as_many_ranks(fresh_ranks, expected, turn):
+    stage, places = list(STAGES)[turn], (PLACES * 3)[turn : turn + 2]
+    with tempfile.TemporaryDirectory() as folder, fresh_ranks(4) as team:
+        # rank 0, which holds the store of torch's group, is the second to die
+        team.start(survive, folder=folder, stage=stage, faults={5: (2, places[0]), 8: (0, places[1])})
+        for seen, ended_as, seconds, _ in outcomes_of(team, dead=(0, 2)):
+            sizes = dict(seen)
+            assert [sizes[step] for step in range(STOP)] == [4] * 5 + [3] * 3 + [2] * 2
+            assert len(seen) == STOP + 2, "at most the broken step is repeated"
+            assert ended_as == expected
+            assert max(seconds) < 10
+        assert os.listdir(folder) and not [name for name in os.listdir(folder) if "attempts" in name]
+
+
+def test_nothing_grows_with_the_number_of_faults(fresh_ranks):
+    faults = {2 * number: (1, PLACES[number % 4]) for number in range(1, 6)}
+    with tempfile.TemporaryDirectory() as folder, fresh_ranks(6) as team:
+        team.start(survive, folder=folder, stage=2, faults=faults, stop=12)
+        ((_, _, _, holds),) = outcomes_of(team, dead=range(1, 6))
+        descriptors, threads, resident = zip(*holds)
+        assert len(holds) == 5
+        assert list(descriptors) == sorted(descriptors, reverse=True) and max(threads) <= threads[0], holds
+        assert resident[-1] - resident[1] < 3 << 20, holds
+
+
+def survive_twice(rank, world_size, folder, place):
+    """As survive(), with a rank that dies while the others recover from the death of rank 3."""
+    kind, name = {
+        "group": (Regroup, "make_group"),
+        "engine": (Engine, "_build"),
+        "open": (sw.Checkpointer, "_come_back"),
+    }[place]
+    as_usual = getattr(kind, name)
+
+    def dies(self, *arguments, **options):
+        if rank == 1 and dist.get_world_size() == (4 if place == "group" else 3):
+            die()
+        return as_usual(self, *arguments, **options)
+
+    with mock.patch.object(kind, name, dies):
+        return survive(rank, world_size, folder, 2, {3: (3, "step")}, stop=5)
+
+
+@pytest.mark.parametrize("place", ["group", "engine", "open"])
+def test_a_rank_that_dies_while_others_recover_is_survived(fresh_ranks, place):
+    with tempfile.TemporaryDirectory() as folder, fresh_ranks(4) as team:
+        team.start(survive_twice, folder=folder, place=place)
+        for seen, *_ in outcomes_of(team, dead=[1, 3]):
+            assert seen == [(0, 4), (1, 4), (2, 4), (3, 4), (3, 2), (4, 2)]
+
+
+def outcomes_in_words(rank, world_size, folder, stage, **options):
+    try:
+        return survive(rank, world_size, folder, stage, **options)[0]
+    except sw.Error as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_fewer_ranks_than_asked_for_are_one_sentence(fresh_ranks):
+    with tempfile.TemporaryDirectory() as folder, fresh_ranks(3) as team:
+        team.start(outcomes_in_words, folder=folder, stage=1, faults={2: (1, "step")}, min_ranks=3)
+        for text in outcomes_of(team, dead=[1]):
+            assert text == "Error: 2 of 3 ranks are left, and min_ranks=3: this job cannot go on in place"
+
+
+def stopped(rank, world_size, folder):
+    """Rank 0 stops; by a function that trains from a step on. Return the numbers of ranks at each of its calls."""
+    model, optimizer, vocabulary = prepare(3, silent_s=0.5)
+    checkpoints = sw.Checkpointer(folder, model, optimizer, memory_every=1)
+    calls = []
+
+    def train(begin):
+        calls.append((begin, dist.get_world_size()))
+        for step in range(begin, 5):
+            if rank == 0 and step == 3:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            train_step(model, optimizer, vocabulary, step)
+            checkpoints.save(step, every=100)
+        return calls
+
+    return sw.survive(train, checkpoints, wait_s=0.5)
+
+
+def test_a_rank_that_stops_is_left_out_and_ended(fresh_ranks):
+    with tempfile.TemporaryDirectory() as folder, fresh_ranks(3) as team:
+        team.start(stopped, folder=folder)
+        outcomes = team.wait(60, patient=True)
+        if not all(outcome.ok for outcome in outcomes[1:]):
+            raise RanksFailed(outcomes)
+        assert outcomes[0].ended == "signal SIGKILL"
+        assert [outcome.value for outcome in outcomes[1:]] == [[(0, 3), (3, 2)]] * 2
+
+
+@on_every_rank(exactly=2)
+def test_what_cannot_go_on_in_place_says_so(rank, world_size):
+    model, optimizer = sw.wrap(*build(), zero=1, process_group=dist.new_group([0, 1]))
+    with sw.Checkpointer(shared_folder(rank), model, optimizer) as checkpoints:
+        with pytest.raises(ValueError, match="with a process group of its own: restart"):
+            next(sw.steps(checkpoints, 2))
+    model, optimizer, _ = prepare(0)
+    with sw.Checkpointer(shared_folder(rank), model, optimizer) as checkpoints:
+        with pytest.raises(ValueError, match="min_ranks must be"):
+            next(sw.steps(checkpoints, 2, min_ranks=3))
+        with pytest.raises(sw.Error, match="inside `with step:`"):
+            for _ in sw.steps(checkpoints, 2):
+                pass
+        with pytest.raises(ZeroDivisionError):
+            for step in sw.steps(checkpoints, 2):
+                with step:
+                    1 / 0
