@@ -73,7 +73,7 @@ def test_what_cannot_be_outlived_is_one_sentence():
     bare = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     far = {**bare, "RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
     for environment, more, sentence in (
-        (bare, ["--", "true"], "'RANK' is not set"),
+        (bare, ["--", "true"], "RANK is not set"),
         (far, ["--", "true"], "on several hosts"),
         (far, [], "no command given"),
     ):

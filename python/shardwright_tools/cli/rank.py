@@ -22,35 +22,29 @@ from pathlib import Path
 from typing import Any
 
 from .children import words_of
-from .report import Nothing, refuse
+from .report import Nothing, guarded
 
+DESCRIPTION = __doc__
 _LOOK_S = 0.1
 _PR_SET_PDEATHSIG = 1
 
 
-def add_parser(commands: Any, text: str) -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    commands.add_parser("rank", help=text, description=__doc__, formatter_class=form).set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "torchrun --no-python ... shardwright rank -- COMMAND"
 
 
+@guarded
 def run(options: argparse.Namespace) -> int:
-    try:
-        words = words_of(options.after, "rank")
-        rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-        if os.environ.get("LOCAL_WORLD_SIZE") != str(size):
-            raise Nothing(
-                "the ranks are on several hosts, whose ends are not seen here: start them without `shardwright rank`"
-            )
-        folder = _folder()
-    except KeyError as error:
-        return refuse(
-            options,
-            f"{error} is not set: torchrun --no-python ... shardwright rank -- COMMAND",
-            command="shardwright rank: ",
+    words = words_of(options.after, "rank")
+    for name in ("RANK", "WORLD_SIZE"):
+        if name not in os.environ:
+            raise Nothing(f"{name} is not set: torchrun --no-python ... shardwright rank -- COMMAND")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if os.environ.get("LOCAL_WORLD_SIZE") != str(size):
+        raise Nothing(
+            "the ranks are on several hosts, whose ends are not seen here: start them without `shardwright rank`"
         )
-    except Nothing as error:
-        return refuse(options, str(error), command="shardwright rank: ")
-    return _outlive(words, rank, size, folder)
+    return _outlive(words, rank, size, _folder())
 
 
 def _folder() -> Path:
