@@ -144,7 +144,8 @@ class TrainerMixin(_Wraps):
         """Set up like DDPStrategy. Collective."""
         self._failed, self._replaced = False, list[tuple[Any, str]]()
         super().setup(trainer)
-        self._replace(trainer._logger_connector, "log_metrics", functools.partial(_log_more, trainer, Recent()))
+        for logger in trainer.loggers:
+            self._replace(logger, "log_metrics", functools.partial(_log_more, trainer, Recent()))
         wrapper = self._wrappers.of(self.model)
         if wrapper is None:
             if self._wrap_options["precision"] is not None:
@@ -321,7 +322,7 @@ class _InPrecision(torch.nn.Module):
 def _log_more(
     trainer: Any, recent: Recent, method: Callable[..., None], metrics: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Log to Lightning's loggers, in training with what sw.metrics gives of the steps since the last call."""
+    """Log to one of Lightning's loggers, in training with what sw.metrics gives of the steps since the last call."""
     method({**metrics, **recent()} if metrics and trainer.training else metrics, *args, **kwargs)
 
 
