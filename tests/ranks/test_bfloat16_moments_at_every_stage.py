@@ -84,3 +84,25 @@ def test_a_checkpoint_has_its_dtype_and_loads_into_another(rank, world_size):
     train(rank, 1, dtype=None, save="float32")
     narrow = train(rank, 0, steps=0, load="float32")
     assert all(state["exp_avg_sq"].dtype is torch.bfloat16 for state in narrow[1].values())
+
+
+@on_every_rank()
+def test_dtensors_of_fully_shard_keep_their_moments_in_bfloat16(rank, world_size):
+    def trained(dtype):
+        torch.manual_seed(0)
+        module = Mixed()
+        module.turned = nn.Parameter(module.turned.detach().contiguous())
+        sw.fully_shard(module)
+        optimizer = sw.optim.AdamW(module.parameters(), lr=1e-3, state_dtype=dtype)
+        losses = []
+        for step in range(4):
+            loss = module(batch(rank, 6, 7, step=step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, optimizer
+
+    (found, optimizer), (expected, _) = trained(torch.bfloat16), trained(torch.float32)
+    assert found == pytest.approx(expected, rel=0.02)
+    assert all(state["exp_avg_sq"].dtype is torch.bfloat16 for state in optimizer.state.values())

@@ -112,6 +112,20 @@ def quiet_steps(gpus: SimulatedGpus, rank: int, world_size: int, zero: int, kind
     ]
 
 
+def test_moments_that_are_rounded_at_random_need_the_hosts_kernels(
+    teams: Any, world_size: int, paths: dict[str, str]
+) -> None:
+    run(teams, world_size, paths, refused)
+
+
+def refused(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    for zero in (0, 2):
+        model, optimizer = wrap(gpus, build(OPTIMIZERS["AdamW bfloat16 moments"]), zero=zero)
+        model(batch(rank, 6, 7)).square().mean().backward()
+        with pytest.raises(ValueError, match="kernels of a GPU do not round at random.*offload="):
+            optimizer.step()
+
+
 def test_state_is_on_the_host_and_described(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, described)
 

@@ -28,6 +28,10 @@ OPTIMIZERS = {
     "SGD momentum": lambda p: sw.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "SGD": lambda p: sw.optim.SGD(p, lr=0.1),
     "AdamW master=False": lambda p: sw.optim.AdamW(p, lr=1e-2, master=False),
+    "AdamW bfloat16 moments": lambda p: sw.optim.AdamW(p, lr=1e-2, state_dtype=torch.bfloat16),
+    "AdamW bfloat16 moments, master=False": lambda p: sw.optim.AdamW(
+        p, lr=1e-2, master=False, state_dtype=torch.bfloat16
+    ),
 }
 STAGES = [
     {"zero": 0},
