@@ -16,7 +16,7 @@ LINES = {
     "shardwright/deepspeed": 9,
     "shardwright/formats": 1_881,
     "shardwright/gradients": 1_504,
-    "shardwright/integrations": 3_251,
+    "shardwright/integrations": 3_252,
     "shardwright/layout": 1_266,
     "shardwright/observe": 1_478,
     "shardwright/optim": 4_081,
