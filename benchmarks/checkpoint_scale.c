@@ -203,13 +203,6 @@ static void hold_own(holding *h, bool by_rows, uint64_t rank, uint64_t world)
         hold(h, STATES * tensor_count, 0, STATE_BYTES / ELEMENT_BYTES);
 }
 
-static sw_status append(void *context, uint64_t block, sw_tally tally, sw_error *err)
-{
-    (void)err;
-    sw_tally_list_append(context, block, tally);
-    return SW_OK;
-}
-
 typedef struct totals {
     double list_worst_s, list_all_s, host_s, host_worst_s, group_s, group_worst_s, merge_s;
     size_t memory_worst, memory_first, list_first;
@@ -230,7 +223,7 @@ static void add_rank(const sw_plan *plan, bool by_rows, int rank, int world, hol
     size_t before = held();
     double begin = seconds(CLOCK_PROCESS_CPUTIME_ID);
     must(sw_save_list_ranges(&saver, &request, &err), &err, "ranges");
-    must(sw_save_each_tally(&saver, append, &list, &err), &err, "tallies");
+    must(sw_save_list_tallies(&saver, &list, &err), &err, "tallies");
     double took = seconds(CLOCK_PROCESS_CPUTIME_ID) - begin;
     size_t memory = held() - before;
     begin = seconds(CLOCK_PROCESS_CPUTIME_ID);

@@ -184,35 +184,38 @@ sw_status sw_device_comm_give_back(sw_device_comm *c, sw_stream *user, sw_error 
     return sw_device_comm_follow(c, user, c->stream, err);
 }
 
-typedef struct move {
+typedef struct moves {
+    sw_device_comm *comm;
+    const sw_device_range *ranges;
+    size_t count;
     int root;       /* broadcast; EVERY_RANK: slices */
     void *received; /* destination of exchanged slices; NULL: gather */
-} move;
+} moves;
 
-static sw_status move_range(sw_device_comm *c, const sw_device_range *range, const move *how,
-                            sw_error *err)
+static sw_status move_range(const moves *m, const sw_device_range *range, sw_error *err)
 {
+    sw_device_comm *c = m->comm;
     size_t slice_numel = range->numel / (size_t)c->peers->world_size;
     if (range->numel == 0)
         return SW_OK;
-    if (how->root != EVERY_RANK)
-        return sw_peers_broadcast(c->peers, range->data, range->numel, range->dtype, how->root,
+    if (m->root != EVERY_RANK)
+        return sw_peers_broadcast(c->peers, range->data, range->numel, range->dtype, m->root,
                                   c->stream, err);
-    if (how->received)
-        return sw_peers_exchange_slices(c->peers, range->data, how->received, slice_numel,
+    if (m->received)
+        return sw_peers_exchange_slices(c->peers, range->data, m->received, slice_numel,
                                         range->dtype, NULL, c->stream, err);
     return sw_peers_all_gather(c->peers, range->data, slice_numel, range->dtype, c->stream, err);
 }
 
-static sw_status move_some(sw_device_comm *c, const sw_device_range *ranges, size_t count,
-                           const move *how, sw_error *err)
+static sw_status move_some(const moves *m, size_t begin, size_t end, sw_error *err)
 {
+    sw_peers *peers = m->comm->peers;
     sw_status status = SW_OK;
-    SW_TRY(sw_peers_group_begin(c->peers, err));
-    for (size_t i = 0; i < count && status == SW_OK; ++i)
-        status = move_range(c, &ranges[i], how, err);
+    SW_TRY(sw_peers_group_begin(peers, err));
+    for (size_t i = begin; i < end && status == SW_OK; ++i)
+        status = move_range(m, &m->ranges[i], err);
     /* Close the group even after an error; it must not include later operations of the thread. */
-    sw_status ended = sw_peers_group_end(c->peers, status == SW_OK ? err : NULL);
+    sw_status ended = sw_peers_group_end(peers, status == SW_OK ? err : NULL);
     return status != SW_OK ? status : ended;
 }
 
@@ -227,26 +230,12 @@ sw_status sw_device_comm_between(sw_device_comm *c, sw_stream *user,
     return sw_device_comm_follow(c, user, c->stream, err);
 }
 
-typedef struct moves {
-    sw_device_comm *comm;
-    const sw_device_range *ranges;
-    size_t count;
-    const move *how;
-} moves;
-
 static sw_status enqueue_moves(void *context, sw_error *err)
 {
     const moves *m = context;
     for (size_t i = 0; i < m->count; i += CALLS_PER_GROUP)
-        SW_TRY(move_some(m->comm, m->ranges + i, sw_size_min(m->count - i, CALLS_PER_GROUP), m->how,
-                         err));
+        SW_TRY(move_some(m, i, sw_size_min(m->count, i + CALLS_PER_GROUP), err));
     return SW_OK;
-}
-
-static sw_status move_all(sw_device_comm *c, const sw_device_range *ranges, size_t count,
-                          const move *how, sw_stream *user, sw_error *err)
-{
-    return sw_device_comm_between(c, user, enqueue_moves, &(moves){c, ranges, count, how}, err);
 }
 
 sw_status sw_device_comm_broadcast(sw_device_comm *c, const sw_device_range *ranges, size_t count,
@@ -255,7 +244,8 @@ sw_status sw_device_comm_broadcast(sw_device_comm *c, const sw_device_range *ran
     if (root < 0)
         SW_FAIL(err, SW_E_INVALID, "device broadcast: root must be in [0, %d), not %d",
                 c->peers->world_size, root);
-    return move_all(c, ranges, count, &(move){.root = root}, user, err);
+    return sw_device_comm_between(c, user, enqueue_moves, &(moves){c, ranges, count, root, NULL},
+                                  err);
 }
 
 /* One rank has nothing to move. */
@@ -263,13 +253,13 @@ static sw_status move_slices(sw_device_comm *c, const sw_device_range *ranges, s
                              void *received, const char *what, sw_stream *user, sw_error *err)
 {
     size_t world_size = (size_t)c->peers->world_size;
-    move how = {.root = EVERY_RANK, .received = received};
+    moves m = {c, ranges, count, EVERY_RANK, received};
     for (size_t i = 0; i < count; ++i)
         if (ranges[i].numel % world_size != 0)
             SW_FAIL(err, SW_E_INVALID,
                     "device %s: numel of range %zu must be a multiple of world_size %zu, not %zu",
                     what, i, world_size, ranges[i].numel);
-    return world_size == 1 ? SW_OK : move_all(c, ranges, count, &how, user, err);
+    return world_size == 1 ? SW_OK : sw_device_comm_between(c, user, enqueue_moves, &m, err);
 }
 
 sw_status sw_device_comm_all_gather(sw_device_comm *c, const sw_device_range *ranges, size_t count,
