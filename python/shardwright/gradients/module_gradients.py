@@ -51,9 +51,10 @@ NO_GRADIENT, ZEROED, A_GRADIENT = range(3)
 
 def states_of(parameters: Iterable[torch.Tensor]) -> list[int]:
     """Return NO_GRADIENT, ZEROED (known only for sliced gradients) or A_GRADIENT for each parameter's `.grad`."""
+    with _hooks.unguarded():
+        gradients = list(map(_hooks.read_gradient, parameters))
     found = []
-    for parameter in parameters:
-        gradient = parameter.grad
+    for gradient in gradients:
         is_zeroed = isinstance(gradient, ShardedGradient) and gradient._cleared
         found.append(NO_GRADIENT if gradient is None else ZEROED if is_zeroed else A_GRADIENT)
     return found
@@ -379,7 +380,7 @@ class ModuleGradients:
     def slice_of(self, index: int) -> torch.Tensor | None:
         """Return this rank's elements of a parameter's `.grad`, flat; None without one. Error if not averaged, or frozen."""
         parameter = self._table.parameters[index]
-        gradient = parameter.grad
+        gradient = _hooks.read_gradient(parameter)
         if isinstance(gradient, ShardedGradient):
             plain = gradient._pending is None and not gradient._cleared
             return gradient.piece if plain else gradient.averaged_piece()

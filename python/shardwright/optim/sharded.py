@@ -35,7 +35,7 @@ from ..parallel.agreement.optimizer_agreement import (
 )
 from ..parallel.join import exchange_slices
 from ..parallel.replica import Replica
-from ..torch_compat.autograd import unguarded
+from ..torch_compat.autograd import profiler_enabled, set_gradient, unguarded
 from ..torch_compat.optimizers import hooks_around, step_hooks
 from ..torch_compat.state_dicts import asked_by_torchs_functions
 from .device_clip import DeviceClip
@@ -226,7 +226,11 @@ class ShardedOptimizer(Forwarding):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         with unguarded():
-            super().zero_grad(set_to_none)
+            if not set_to_none or profiler_enabled():
+                return super().zero_grad(set_to_none)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    set_gradient(parameter, None)
 
     def _take_gradients(self, gradient_of: _GradientOf, entries: Iterable[Entry]) -> None:
         owner = self._owner

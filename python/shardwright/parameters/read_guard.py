@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from .._engine import Error
-from ..torch_compat.autograd import CAN_BE_UNGUARDED, unguarded
+from ..torch_compat.autograd import CAN_BE_UNGUARDED, read_gradient, set_gradient, unguarded
 from ..torch_compat.internals import TensorBase
 
 __all__ = ["Awaited", "Inherited", "Released", "change_classes", "gradient_of", "guarded_classes"]
@@ -54,7 +54,6 @@ _ALLOWED = _allowed()
 #: methods that return the memory itself: it exists while a parameter is released, and is being written while one is
 #: awaited
 _MEMORY = frozenset((torch.Tensor.data_ptr, torch.Tensor.untyped_storage))
-_gradient: Any = torch.Tensor.grad
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -73,17 +72,17 @@ class _Guarded(torch.nn.Parameter):
     @property
     def grad(self) -> Any:
         with unguarded():
-            return _gradient.__get__(self)
+            return read_gradient(self)
 
     @grad.setter
     def grad(self, value: Any) -> None:
         with unguarded():
-            _gradient.__set__(self, value)
+            set_gradient(self, value)
 
     @grad.deleter
     def grad(self) -> None:
         with unguarded():
-            _gradient.__delete__(self)
+            set_gradient(self, None)
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
@@ -175,8 +174,7 @@ def change_classes(parameters: Sequence[torch.Tensor], classes: dict[type, type]
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return `.grad` without a read."""
     with unguarded():
-        found: torch.Tensor | None = _gradient.__get__(parameter)
-        return found
+        return read_gradient(parameter)
 
 
 def _arrive(parameter: torch.Tensor) -> torch.Tensor:

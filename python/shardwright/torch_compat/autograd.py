@@ -181,6 +181,10 @@ unguarded: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
     torch._C, "DisableTorchFunctionSubclass", contextlib.nullcontext
 )
 CAN_BE_UNGUARDED = unguarded is not contextlib.nullcontext
+#: read and set `.grad`; inside unguarded() without the property of a guarded parameter
+_gradient: Any = torch.Tensor.grad
+read_gradient: Callable[[torch.Tensor], torch.Tensor | None] = _gradient.__get__
+set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _gradient.__set__
 
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
