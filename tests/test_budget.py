@@ -10,8 +10,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = {
     "shardwright": 2_238,
     "shardwright/backend": 567,
-    "shardwright/checkpoint": 9_231,
-    "shardwright/comm": 2_618,
+    "shardwright/checkpoint": 9_427,
+    "shardwright/comm": 2_628,
     "shardwright/compress": 1_176,
     "shardwright/deepspeed": 9,
     "shardwright/formats": 1_883,
