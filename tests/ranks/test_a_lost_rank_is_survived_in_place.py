@@ -54,7 +54,7 @@ def train_step(model, optimizer, vocabulary, step, place=None):
 
 def digest(model, optimizer):
     state = sw.full_state_dict(model), sw.full_optimizer_state_dict(model, optimizer)["state"]
-    tensors = [*state[0].values(), *(value for each in state[1].values() for value in each.values())]
+    tensors = [*state[0].values(), *(each[name] for each in state[1].values() for name in sorted(each))]
     return [zlib.crc32(torch.as_tensor(each).contiguous().numpy()) for each in tensors]
 
 
@@ -83,6 +83,8 @@ def survive(rank, world_size, folder, stage, faults, stop=STOP, **options):
             except sw.CommError:
                 told = time.monotonic()
                 raise
+            if place == "end":
+                die()
             if told is not None:
                 seconds.append(time.monotonic() - told)
                 told = None
@@ -134,7 +136,7 @@ def test_the_rest_go_on_with_the_bits_of_a_restart_with_as_many_ranks(fresh_rank
             assert len(seen) == STOP + 2, "at most the broken step is repeated"
             assert ended_as == expected
             assert max(seconds) < 10
-        assert os.listdir(folder) and not [name for name in os.listdir(folder) if "attempts" in name]
+        assert len([name for name in os.listdir(folder) if "attempts" in name]) == 1
 
 
 def test_nothing_grows_with_the_number_of_faults(fresh_ranks):
@@ -146,6 +148,14 @@ def test_nothing_grows_with_the_number_of_faults(fresh_ranks):
         assert len(holds) == 5
         assert list(descriptors) == sorted(descriptors, reverse=True) and max(threads) <= threads[0], holds
         assert resident[-1] - resident[1] < 3 << 20, holds
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_dies_after_its_last_step_holds_up_no_other(fresh_ranks, stage):
+    with tempfile.TemporaryDirectory() as folder, fresh_ranks(3) as team:
+        team.start(survive, folder=folder, stage=stage, faults={3: (0, "end")}, stop=4)
+        for seen, *_ in outcomes_of(team, dead=[0]):
+            assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
 
 
 def survive_twice(rank, world_size, folder, place):
@@ -172,6 +182,68 @@ def test_a_rank_that_dies_while_others_recover_is_survived(fresh_ranks, place):
         team.start(survive_twice, folder=folder, place=place)
         for seen, *_ in outcomes_of(team, dead=[1, 3]):
             assert seen == [(0, 4), (1, 4), (2, 4), (3, 4), (3, 2), (4, 2)]
+
+
+class Varied(torch.nn.Module):
+    """Changes buffers and draws random numbers in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)
+        )
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def live(rank, world_size, folder, faults):
+    """Train at zero=0 without steps in memory. Return (steps that began, digests of all state before each)."""
+    torch.manual_seed(rank)
+    module = Varied()
+    model, optimizer = sw.wrap(module, torch.optim.AdamW(module.parameters(), lr=0.1), timeout_s=20)
+    scheduler, counts = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9), {"samples": 0}
+    checkpoints = sw.Checkpointer(folder, model, optimizer, scheduler=scheduler, user_state=counts)
+    began, states = [], []
+    for step in sw.steps(checkpoints, 7):
+        with step:
+            began.append((int(step), dist.get_world_size()))
+            buffers = [*module.buffers(), torch.get_rng_state()]
+            plain = [scheduler.state_dict(), dict(counts)]
+            states.append((digest(model, optimizer), [zlib.crc32(each.numpy()) for each in buffers], repr(plain)))
+            dead, place = faults.pop(int(step), (None, None))
+            counts["samples"] += dist.get_world_size()
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(7 * step + dist.get_rank()))
+            loss = model(x).square().sum()
+            if place == "forward" and rank == dead:
+                die()
+            loss.backward()
+            if place == "ahead" and rank == dead:
+                time.sleep(0.3), die()
+            if place == "ahead" and dist.get_rank() == 2:
+                dist.barrier()  # it hears of the loss before its step, and rank 1 after it
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            checkpoints.save(step, every=100)
+            if place == "ahead":
+                dist.barrier()
+    return began, states
+
+
+def test_live_parameters_are_taken_at_zero_0_and_no_step_is_lost(fresh_ranks):
+    with tempfile.TemporaryDirectory() as folder, fresh_ranks(4) as team:
+        team.start(live, folder=folder, faults={3: (2, "forward"), 5: (0, "ahead")})
+        found = outcomes_of(team, dead=[0, 2])
+        for began, states in found:
+            sizes = [(0, 4), (1, 4), (2, 4), (3, 4), (3, 3), (4, 3), (5, 3), (6, 2)]
+            assert began == sizes, "the step that was broken before its end is repeated, and the other one is not"
+            assert states[3] == states[4], "all that the broken step had changed is taken back"
+        (_, first), (_, second) = found
+        for one, other in zip(first[:1] + first[7:], second[:1] + second[7:], strict=True):
+            assert (one[0], one[1][:-1], one[2]) == (other[0], other[1][:-1], other[2]), (
+                "but for generators of random numbers"
+            )
 
 
 def outcomes_in_words(rank, world_size, folder, stage, **options):

@@ -614,6 +614,12 @@ class Checkpointer:
             self._held.close()
             raise
 
+    def _go_on_from_live(self) -> None:
+        """Begin after the live state, which no restore has taken: the newest step in memory stays until one is complete. Collective."""
+        for candidate in [] if self._memory is None else self._memory.candidates()[-1:]:
+            self._memory.took(candidate)  # type: ignore[union-attr]
+        self._writer.warm(self._training, lazy=self._lazy)
+
     def __enter__(self) -> Checkpointer:
         return self
 

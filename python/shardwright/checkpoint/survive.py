@@ -9,10 +9,12 @@ for step in sw.steps(checkpoints, 1000, min_ranks=2):
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TypeVar
@@ -23,11 +25,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from .._engine import Error
 from ..comm.failures import reports_peer
 from ..comm.process_group import abort_all
-from ..comm.regroup import Member, Regroup, own_member
+from ..comm.regroup import Finished, Member, Regroup, own_member
 from ..optim.sharded import ShardedOptimizer
 from ..options.checks import count
 from .checkpointer import Checkpointer
 from .joined import averaging, engines_of, members_of, sharded_of
+from .live import Live
 
 __all__ = ["Step", "steps", "survive"]
 
@@ -35,10 +38,14 @@ _logger = logging.getLogger("shardwright")
 _Result = TypeVar("_Result")
 #: seconds that the ranks which are left wait for a living one that does not come
 _WAIT_S = 60.0
+#: seconds within which a process that has closed its connections has ended
+_SEEN_S = 1.0
 #: recoveries in which no rank was lost, one after another, before their error is raised
 _TRIES = 3
+#: the number of no step: train() has returned on all ranks
+_ENDED = -1
 #: in the directory of checkpoints, the folder in which the ranks of one start meet
-_FOLDER = ".attempts"
+_FOLDER = ".attempts-"
 
 
 class Step(int):
@@ -93,9 +100,10 @@ def steps(checkpointer: Checkpointer, stop: int, *, min_ranks: int = 1, wait_s: 
     job = _Job(checkpointer, min_ranks, wait_s)
     try:
         number = job.restore()
-        while number < stop:
+        while number < stop or (number := job.finish(stop)) < stop:
             step = Step(number)
             step._job = job
+            job.live.begin(number)
             yield step
             if not step.is_entered:
                 raise Error("sw.steps: put the body of the loop inside `with step:`")
@@ -113,11 +121,14 @@ def survive(
         number = job.restore()
         while True:
             try:
-                return train(number)
+                result = train(number)
             except Exception as error:
                 if not job.is_lost(error):
                     raise
-            number = job.recover()
+                number = job.recover()
+                continue
+            if (number := job.finish(_ENDED)) == _ENDED:
+                return result
     finally:
         job.close()
 
@@ -142,10 +153,19 @@ class _Job:
         self._sliced = [(o, e) for o in sharded_of(training.optimizer) for e in self._engines if o.replica in e.made]
         plain = [each for each in members_of(training.optimizer) if not isinstance(each, ShardedOptimizer)]
         self._plain = [(each, engine) for engine in self._engines for each in plain]
-        name = peers.first(lambda: f"{_FOLDER}-{secrets.token_hex(8)}", "the folder of attempts")
-        self._folder = os.path.join(checkpointer.directory, name)
+        self.live = Live(training, self._engines)
+        checkpointer._observers.append(self.live)
+        folder = peers.first(self._make_folder, "the folder of attempts")
         members = [Member(*each) for each in peers.exchange(own_member(), "processes of ranks")]
-        self._ranks = Regroup(self._folder, members, peers.rank, least=min_ranks, wait_s=wait_s)
+        self._ranks = Regroup(folder, members, peers.rank, least=min_ranks, wait_s=wait_s)
+
+    def _make_folder(self) -> str:
+        """Return a new folder of attempts, in place of earlier ones."""
+        directory = self._checkpointer.directory
+        for name in os.listdir(directory):
+            if name.startswith(_FOLDER):
+                shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
+        return os.path.join(directory, _FOLDER + secrets.token_hex(8))
 
     def _unmovable(self) -> str:
         """Return what cannot change its ranks, or ""."""
@@ -174,14 +194,35 @@ class _Job:
         """Return True for an error of a lost rank: one that reports it, or any while some rank's process has ended."""
         if self._ranks.is_over or not isinstance(error, Exception):
             return False
-        return reports_peer(error, self._ranks.own) or bool(self._ranks.dead())
+        until = time.monotonic() + (_SEEN_S if isinstance(error, RuntimeError) else 0.0)
+        is_lost = reports_peer(error, self._ranks.own) or bool(self._ranks.dead())
+        while not is_lost and time.monotonic() < until:  # torch's own error may come before the process has ended
+            time.sleep(_SEEN_S / 20)
+            is_lost = bool(self._ranks.dead())
+        return is_lost
 
     def restore(self) -> int:
         """Restore the newest whole step, and keep the first one in memory if no step was saved. Collective."""
-        number = self._checkpointer.restore()
-        if not number and self._checkpointer._memory is not None:
-            self._checkpointer._keep(0, self._checkpointer._memory)
+        number, memory = self._checkpointer.restore(), self._checkpointer._memory
+        # at zero=0 all are whole, and an image without the optimizer's state would be too small for the next step
+        if not number and memory is not None and all(each.options.zero for each in self._engines):
+            self._checkpointer._keep(0, memory)
         return number
+
+    def finish(self, ended: int) -> int:
+        """Return `ended` once all ranks have ended their last step; else, as a rank was lost, the number of the next step."""
+        try:
+            self._checkpointer._peers.exchange("", "the end of the last step")
+        except Exception as error:
+            if not self.is_lost(error):
+                raise
+        else:
+            self._ranks.finish()
+            return ended
+        try:
+            return self.recover()
+        except Finished:
+            return ended
 
     def recover(self) -> int:
         """Go on with the ranks that are left. Return the number of the next step."""
@@ -216,13 +257,20 @@ class _Job:
             optimizer.follow(engine.replicas)
         for optimizer, engine in self._plain:
             engine.replica.steppers.add_plain(optimizer)
-        self._checkpointer._come_back()
-        number, memory = self._checkpointer.restore(), self._checkpointer._memory
+        checkpointer = self._checkpointer
+        checkpointer._come_back()
+        checkpointer._observers.append(self.live)
+        newest = self.live.take(checkpointer._peers)
+        if newest is not None:
+            checkpointer._go_on_from_live()
+            return newest
+        number, memory = checkpointer.restore(), checkpointer._memory
         if not number and (memory is None or not memory.has_step):
             raise Error("no step is whole in memory or on disk, so the ranks that are left cannot go on")
         return number
 
     def close(self) -> None:
-        """Remove the folder of attempts."""
-        if self._ranks.own == 0:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        """Stop to watch the steps. The folder of attempts stays until the next start: a rank may still hear of a loss."""
+        self.live.close()
+        with contextlib.suppress(ValueError):
+            self._checkpointer._observers.remove(self.live)

@@ -33,6 +33,10 @@ _LOOK_S = (0.001, 0.05)
 _CONNECT_S = 20.0
 
 
+class Finished(Exception):
+    """Raised by meet(): all ranks have ended their last step, and some have left."""
+
+
 class Member(NamedTuple):
     """A rank's process. `place`: equal where processes see one another's numbers."""
 
@@ -147,6 +151,8 @@ class Regroup:
         wait, pause_s = Wait(None), _LOOK_S[0]
         while True:
             said = board.said()
+            if "done" in said:
+                raise Finished
             found = move(self.own, len(self.members), self._least, said, self.dead(), wait.waited_s > self._wait_s)
             if found.says is not None:
                 board.say(*found.says)
@@ -176,6 +182,10 @@ class Regroup:
         self.members = [self.members[number] for number in chosen]
         self.own = chosen.index(self.own)
         return goes_on
+
+    def finish(self) -> None:
+        """Tell a rank that hears of a loss from now on that all had ended their last step."""
+        Board(os.path.join(self._folder, str(self.attempt + 1))).say("done", True)
 
     def make_group(self) -> None:
         """Replace torch's default group by one of the members, with a store in their folder. Collective.
