@@ -216,7 +216,11 @@ def killed_at_the_end(gpus: SimulatedGpus, rank: int, world_size: int, end: str)
         if end == "drop":
             gone = weakref.ref(internals.reducer(wrapped))
             del wrapped
-            gc.collect()
+            for _ in range(500):  # the thread of the backward may have the last reference, and wait instead
+                gc.collect()
+                if gone() is None and not link.comm.is_alive:
+                    break
+                time.sleep(0.02)
             assert gone() is None and not link.comm.is_alive
         link.close()
 
