@@ -302,10 +302,11 @@ static bool arrives_beside(const device_unit *unit)
     return true;
 }
 
-/* Record the event of the end of a gather. */
-static sw_status end_gather(sw_device_units *u, const device_unit *unit, sw_error *err)
+/* Record the event of the end of a gather, of slices or from ranks nearby. */
+static sw_status end_gather(sw_device_units *u, const device_unit *unit, bool near, sw_error *err)
 {
-    SW_TRY(copy_out(u, unit, unit->data, err));
+    if (!near)
+        SW_TRY(copy_out(u, unit, unit->data, err));
     return u->comm->device->ops->event_record(u->comm->device, unit->whole, u->comm->stream, err);
 }
 
@@ -313,7 +314,7 @@ static sw_status end_gather(sw_device_units *u, const device_unit *unit, sw_erro
 static sw_status gather_in_place(sw_device_units *u, device_unit *unit, sw_error *err)
 {
     SW_TRY(gather_slices(u, unit, unit->data, err));
-    return end_gather(u, unit, err);
+    return end_gather(u, unit, false, err);
 }
 
 /* Move a unit to GATHERING, if its place is free or holds this unit. */
@@ -347,7 +348,7 @@ static sw_status gather_near(sw_device_units *u, device_unit *unit, sw_error *er
     u->stats.bytes += unit->part_bytes * (size_t)unit->near->peers->world_size;
     unit->is_near = false;
     unit->was_near = true;
-    return u->comm->device->ops->event_record(u->comm->device, unit->whole, u->comm->stream, err);
+    return SW_OK;
 }
 
 /* Write a unit to its place after all work on the unit that was there. Slices that arrive beside
@@ -360,13 +361,12 @@ static sw_status gather_next(sw_device_units *u, device_unit *unit, sw_error *er
     if (is_early)
         SW_TRY(gather_slices(u, unit, unit->data, err));
     SW_TRY(device->ops->stream_wait(device, u->comm->stream, left, err));
-    if (unit->is_near) {
+    const bool is_near = unit->is_near;
+    if (is_near)
         SW_TRY(gather_near(u, unit, err));
-        return sw_device_comm_mark(u->comm, err);
-    }
-    if (!is_early)
+    else if (!is_early)
         SW_TRY(gather_slices(u, unit, unit->data, err));
-    SW_TRY(end_gather(u, unit, err));
+    SW_TRY(end_gather(u, unit, is_near, err));
     return sw_device_comm_mark(u->comm, err);
 }
 
