@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = {
     "shardwright": 2_238,
     "shardwright/backend": 567,
-    "shardwright/checkpoint": 9_427,
+    "shardwright/checkpoint": 9_422,
     "shardwright/comm": 2_628,
     "shardwright/compress": 1_176,
     "shardwright/deepspeed": 9,
