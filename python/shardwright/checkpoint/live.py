@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ..formats import tree
-from ..layout.memory import bytes_of
 from ..parallel.engine import Engine
 from ..torch_compat.optimizers import takes_hooks
 from ..torch_compat.weak import weakly
@@ -124,13 +123,9 @@ class Live:
             torch.save({**tensors, **self._rest[1]}, file)
             text = tree.dumps(nodes)
             sent = len(text).to_bytes(8, "little") + text + file.getvalue()
-        memory = torch.zeros(peers.exchange(len(sent), "a live state")[root], dtype=torch.uint8, device="cpu")
-        if sent:
-            memory.copy_(torch.frombuffer(bytearray(sent), dtype=torch.uint8))
-        peers.send(root, [(memory.data_ptr(), memory.nbytes)], "a live state")
+        data = peers.broadcast(sent, "a live state", root)
         if self.number == newest:
             return
-        data = bytes_of(memory)
         end = 8 + int.from_bytes(data[:8], "little")
         loaded = torch.load(io.BytesIO(data[end:]), weights_only=True)
         *of_optimizers, rest = tree.loads(data[8:end])

@@ -152,15 +152,15 @@ class Peers:
         answers = self.all_gather(mine, label)
         return None if all(each == mine for each in answers) else [json.loads(each) for each in answers]
 
-    def broadcast(self, data: bytes, label: str) -> bytes:
-        """Return rank 0's `data`. Collective."""
+    def broadcast(self, data: bytes, label: str, root: int = 0) -> bytes:
+        """Return the `data` of rank `root`. Collective."""
         if self.world_size == 1:
             return data
-        memory = torch.empty(self.exchange(len(data), label)[0], dtype=torch.uint8, device="cpu")
-        if self.rank == 0:
+        memory = torch.empty(self.exchange(len(data), label)[root], dtype=torch.uint8, device="cpu")
+        if self.rank == root:
             memory.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        self.group.comm.broadcast([(memory.data_ptr(), memory.nbytes)], 0, label)
-        return data if self.rank == 0 else bytes_of(memory)
+        self.group.comm.broadcast([(memory.data_ptr(), memory.nbytes)], root, label)
+        return data if self.rank == root else bytes_of(memory)
 
     def send(self, root: int, ranges: Sequence[tuple[int, int]], label: str) -> None:
         """Copy memory, (address, nbytes), from rank `root` to the other ranks. Collective."""
