@@ -22,7 +22,7 @@ LINES = {
     "shardwright/optim": 3_873,
     "shardwright/options": 972,
     "shardwright/parallel": 6_220,
-    "shardwright/parameters": 5_105,
+    "shardwright/parameters": 5_107,
     "shardwright/torch_compat": 1_559,
     "shardwright_tools": 293,
     "shardwright_tools/cli": 3_009,
