@@ -22,7 +22,7 @@ LINES = {
     "shardwright/optim": 4_085,
     "shardwright/options": 972,
     "shardwright/parallel": 6_243,
-    "shardwright/parameters": 5_137,
+    "shardwright/parameters": 5_139,
     "shardwright/torch_compat": 1_616,
     "shardwright_tools": 293,
     "shardwright_tools/cli": 3_101,

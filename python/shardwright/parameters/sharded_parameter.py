@@ -22,6 +22,7 @@ from ..layout.memory import address_of, reserved, without_memory
 from ..layout.param_groups import UnitPlan
 from ..layout.param_table import ParameterTable
 from ..torch_compat import cuda
+from ..torch_compat.autograd import graph_task_id
 from ..torch_compat.dtensor import (
     held_tensor,
     is_dtensor,
@@ -434,10 +435,11 @@ class ShardedParameter:
 
 
 def show_whole(rows: Sequence[ShardedParameter]) -> None:
-    """Put the whole parameters, or their leaves, into the slots; each trains if the sharded one does."""
+    """Put the whole parameters, or their leaves, into the slots; outside of a backward each trains if the sharded one does."""
+    follows = graph_task_id() < 0
     for each in rows:
         whole: Any = each.whole
-        if whole.requires_grad is not each.sharded.requires_grad or each.leaf is not None:
+        if (follows and whole.requires_grad is not each.sharded.requires_grad) or each.leaf is not None:
             each.follow()
         each.show(whole if each.leaf is None else each.leaf.show())
 
