@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = {
     "shardwright": 2_241,
     "shardwright/backend": 567,
-    "shardwright/checkpoint": 9_403,
+    "shardwright/checkpoint": 9_405,
     "shardwright/comm": 2_601,
     "shardwright/compress": 1_166,
     "shardwright/deepspeed": 9,

@@ -89,7 +89,7 @@ def steps(checkpointer: Checkpointer, stop: int, *, min_ranks: int = 1, wait_s: 
     Error
         Fewer than `min_ranks` ranks are left, no step is whole, or this rank came too late.
     ValueError
-        The module cannot change its ranks: on a GPU, over a mesh or process group of its own, with groups= or offload=, or of fully_shard.
+        The module cannot change its ranks: on a GPU, over several hosts, over a mesh or process group of its own, with groups= or offload=, or of fully_shard.
 
     Notes
     -----
@@ -176,6 +176,8 @@ class _Job:
             why = "stages of a pipeline, and wrappers of torch's own"
         if peers.world_size > 1 and peers.group.torch_group is not dist.group.WORLD:
             why = "a process group of its own"
+        if peers.group.host_count > 1:
+            why = why or "ranks on several hosts"
         for engine in engines_of(training.model):
             options, replicas = engine.options, engine.replicas
             given = {"groups=": options.groups, "offload=": options.offload, "device_mesh=": options.device_mesh}
