@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from shardwright.comm import account
 from shardwright.observe.goodput import Starts, starts_of, text
+from shardwright.observe.metrics import Recent
 from shardwright.observe.rings import Head, Row
 from shardwright_tools.cli import main
 
@@ -251,3 +252,11 @@ def test_a_wait_is_for_a_rank_of_its_group():
         rank.head = types.SimpleNamespace(wait_rank=number, wait_group=group, world_size=4)
         rank.groups = groups
         assert rank.awaited == expected, (number, group, groups)
+
+
+def test_trackers_get_nothing_of_an_account_that_has_gone(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(account, "own_rank", lambda: 0)
+    for path in (tmp_path / "gone", tmp_path / "torn"):
+        (tmp_path / "torn").write_bytes(b"torn")
+        monkeypatch.setattr(account, "own_file", lambda path=path: path)
+        assert Recent()() == {}

@@ -244,6 +244,7 @@ ADDRESSES = {
             "parameters/materialize",
             "optim/offload",
             "parameters/read_guard",
+            "parameters/sharded_parameter",
             "gradients/module_gradients",
         ),
         *("optim/sharded", "parameters/unshard_schedule"),

@@ -71,6 +71,7 @@ def test_rates_that_are_tensors_stay_tensors() -> None:
     held = optimizer.param_groups[0]["lr"]
     assert rates(optimizer, 3, scheduler) == pytest.approx([0.1, 0.25, 0.4])
     scheduler.load_state_dict({**scheduler.state_dict(), "target": 9.0, "scale": 2.0})
+    assert scheduler.get_last_lr() == [group["lr"] for group in scheduler.optimizer.param_groups]
     assert optimizer.param_groups[0]["lr"] is held and held.item() == pytest.approx(0.2)
 
 

@@ -8,8 +8,7 @@
  *
  * Thread rule: any, as long as two threads do not share a run. Nothing is kept.
  */
-#ifndef SW_OPTIM_DEVICE_STEP_H
-#define SW_OPTIM_DEVICE_STEP_H
+#pragma once
 
 #include "base/status.h"
 #include "kernels/device_kernels.h"
@@ -25,5 +24,3 @@ SW_MUST_USE sw_status sw_device_sgd_step(const sw_kernel_set *kernels,
                                          const sw_sgd_options *options, const sw_optim_run *runs,
                                          size_t count, const void *clip, sw_stream *stream,
                                          sw_error *err);
-
-#endif

@@ -10,8 +10,7 @@
  *
  * Thread rule: one at a time per sum.
  */
-#ifndef SW_OPTIM_NORM_H
-#define SW_OPTIM_NORM_H
+#pragma once
 
 #include "base/status.h"
 #include "kernels/optim_kernels.h"
@@ -35,5 +34,3 @@ void sw_norm_close(sw_norm_sum *sum);
 
 /* into += from, as the all-reduce does for two ranks. Both are closed, and so is the result. */
 void sw_norm_merge(sw_norm_sum *into, const sw_norm_sum *from);
-
-#endif

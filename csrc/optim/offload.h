@@ -8,8 +8,7 @@
  *
  * Thread rule: one at a time. The threads live as long as the call.
  */
-#ifndef SW_OPTIM_OFFLOAD_H
-#define SW_OPTIM_OFFLOAD_H
+#pragma once
 
 #include "kernels/optim_kernels.h"
 #include "optim/state_file.h"
@@ -56,5 +55,3 @@ SW_MUST_USE sw_status sw_offload_store(sw_offload *offload, const void *address,
                                        size_t size_bytes, sw_error *err);
 SW_MUST_USE sw_status sw_offload_fetch(sw_offload *offload, const void *address, void *data,
                                        size_t size_bytes, sw_error *err);
-
-#endif

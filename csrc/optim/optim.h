@@ -6,8 +6,7 @@
  *
  * Thread rule: any, as long as two threads do not share a run. Nothing is kept.
  */
-#ifndef SW_OPTIM_OPTIM_H
-#define SW_OPTIM_OPTIM_H
+#pragma once
 
 #include "base/status.h"
 #include "kernels/optim_kernels.h"
@@ -53,5 +52,3 @@ SW_MUST_USE sw_status sw_adam_check(const sw_adam_options *options, const sw_opt
                                     size_t count, sw_error *err);
 SW_MUST_USE sw_status sw_sgd_check(const sw_sgd_options *options, const sw_optim_run *runs,
                                    size_t count, sw_error *err);
-
-#endif

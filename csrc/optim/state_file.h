@@ -9,8 +9,7 @@
  * Thread rule: one at a time. sw_state_file_read and _write also from two threads at once, on
  * ranges that do not overlap.
  */
-#ifndef SW_OPTIM_STATE_FILE_H
-#define SW_OPTIM_STATE_FILE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -62,5 +61,3 @@ bool sw_state_file_is_direct(const sw_state_file *file);
 
 /* Let the kernel drop the mapping's pages from this process's memory; a hint. */
 void sw_state_file_forget(sw_state_file *file);
-
-#endif

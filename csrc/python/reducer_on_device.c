@@ -106,7 +106,8 @@ int sw_py_reducer_make_place(reducer_object *self)
     sw_status status = sw_reducer_set_place(self->reducer, address, &err);
     SW_PY_OWNED *done = finish_keeping(self, reducer_bucket_count(self) + PLACE,
                                        PyList_GetItem(owners, 0), status, &err);
-    self->place_bytes = largest;
+    if (done)
+        self->place_bytes = largest;
     return done ? 0 : -1;
 }
 

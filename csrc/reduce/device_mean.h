@@ -24,8 +24,7 @@
  *
  * Thread rule: one at a time per communicator.
  */
-#ifndef SW_REDUCE_DEVICE_MEAN_H
-#define SW_REDUCE_DEVICE_MEAN_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -132,5 +131,3 @@ SW_MUST_USE sw_status sw_device_mean_add_kept(const sw_device_mean *mean,
 /* Return true if sw_device_mean_whole, or _collect, is one call of the transport for a bucket of
  * `dtype`, so that it may share a group with another call. Equal on all ranks. */
 bool sw_device_mean_is_one_call(const sw_device_mean *mean, sw_dtype dtype);
-
-#endif

@@ -2,8 +2,7 @@
  * GPU needs: its rank's slice, or over hosts the pieces that the rank folds. Arithmetic only.
  *
  * Thread rule: as the reducer's. */
-#ifndef SW_REDUCE_DEVICE_RUNS_H
-#define SW_REDUCE_DEVICE_RUNS_H
+#pragma once
 
 #include "reduce/device_mean.h"
 #include "reduce/reducer_state.h"
@@ -16,5 +15,3 @@ size_t sw_device_runs_find(const sw_reducer *reducer, const bucket *b, const sw_
                            const sw_device_range *whole, bool kept, sw_device_run *runs);
 /* Return true if the bucket has any on some rank. */
 bool sw_device_runs_are_there(const sw_reducer *reducer, const bucket *b);
-
-#endif

@@ -6,8 +6,7 @@
  * message.
  *
  * Thread rule: owner only. */
-#ifndef SW_REDUCE_GRADIENT_MEMORY_H
-#define SW_REDUCE_GRADIENT_MEMORY_H
+#pragma once
 
 #include "comm/comm.h"
 
@@ -45,5 +44,3 @@ SW_MUST_USE sw_status sw_gradient_memory_create(sw_comm *comm, const sw_gradient
 void sw_gradient_memory_destroy(sw_gradient_memory *memory);
 
 const char *sw_transport_name(sw_transport transport);
-
-#endif

@@ -8,8 +8,7 @@
  * reads this one's trailer, but not the round after, which needs the peer's `done`.
  *
  * Thread rule: as reducer.h. */
-#ifndef SW_REDUCE_HOST_ROUNDS_STATE_H
-#define SW_REDUCE_HOST_ROUNDS_STATE_H
+#pragma once
 
 #include "reduce/reducer_state.h"
 
@@ -97,5 +96,3 @@ void sw_host_rounds_drop_compressor(host_rounds *host);
 
 /* Fill in the plan: the ranges of a bucket to fold. */
 void sw_bucket_plan(host_bucket *b, bool accumulated);
-
-#endif

@@ -6,8 +6,7 @@
  * order; the binding handles `.grad` and the begin and end of a backward.
  *
  * Thread rule: one at a time, together with its communicator. */
-#ifndef SW_REDUCE_REDUCER_H
-#define SW_REDUCE_REDUCER_H
+#pragma once
 
 #include "comm/comm.h"
 #include "comm/device_comm.h"
@@ -303,5 +302,3 @@ void sw_reducer_divide_by_active(sw_reducer *reducer, bool active_only);
  * may be larger than a rank's memory. The default is false: the first round shows which parameters
  * get their gradient twice. */
 void sw_reducer_send_first(sw_reducer *reducer, bool sends);
-
-#endif

@@ -3,8 +3,7 @@
  * and device_rounds.c.
  *
  * Thread rule: as reducer.h. */
-#ifndef SW_REDUCE_REDUCER_STATE_H
-#define SW_REDUCE_REDUCER_STATE_H
+#pragma once
 
 #include "reduce/reducer.h"
 
@@ -180,5 +179,3 @@ void sw_reducer_fini(sw_reducer *reducer);
 /* Fill label with the parameter that was unfrozen last, so that ranks that unfroze another one
  * disagree. */
 void sw_bucket_name_unfrozen(const sw_reducer *reducer, bucket *b, size_t param);
-
-#endif

@@ -4,8 +4,7 @@
  * complementary if and only if all tags are equal.
  *
  * Thread rule: as the reducer's. */
-#ifndef SW_REDUCE_ROUND_TAG_H
-#define SW_REDUCE_ROUND_TAG_H
+#pragma once
 
 #include "reduce/reducer_state.h"
 
@@ -22,5 +21,3 @@ unsigned char sw_round_tag_byte(uint64_t tag, size_t k);
  * ranks did differently. `tag`: this rank's. */
 SW_MUST_USE sw_status sw_round_tag_compare(sw_reducer *reducer, const uint8_t *maxima, uint64_t tag,
                                            bool sliced, sw_error *err);
-
-#endif

@@ -1,8 +1,7 @@
 /* stream_set.h - streams that are noted once each.
  *
  * Thread rule: owner only. */
-#ifndef SW_REDUCE_STREAM_SET_H
-#define SW_REDUCE_STREAM_SET_H
+#pragma once
 
 #include <stdlib.h>
 
@@ -32,5 +31,3 @@ static inline sw_status sw_stream_set_add(sw_stream_set *set, sw_stream *stream,
     *is_new = true;
     return SW_OK;
 }
-
-#endif

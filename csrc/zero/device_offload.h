@@ -17,8 +17,7 @@
  *
  * Thread rule: one at a time per communicator, as everything on it.
  */
-#ifndef SW_ZERO_DEVICE_OFFLOAD_H
-#define SW_ZERO_DEVICE_OFFLOAD_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -71,5 +70,3 @@ SW_MUST_USE sw_status sw_device_offload_step(sw_device_offload *offload, sw_devi
 size_t sw_device_offload_pinned_bytes(const sw_device_offload *offload);
 int sw_device_offload_thread_count(const sw_device_offload *offload);
 sw_device_offload_stats sw_device_offload_get_stats(const sw_device_offload *offload);
-
-#endif

@@ -32,8 +32,7 @@
  *
  * Thread rule: one at a time per communicator; every rank gathers the same units in the same order.
  */
-#ifndef SW_ZERO_DEVICE_UNITS_H
-#define SW_ZERO_DEVICE_UNITS_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -157,5 +156,3 @@ SW_MUST_USE sw_status sw_device_units_update(sw_device_units *units, sw_stream *
  * work on the units. SW_E_STATE names a unit that is still GATHERING or has no place. */
 SW_MUST_USE sw_status sw_device_units_gather_anew(sw_device_units *units, sw_stream *user,
                                                   sw_error *err);
-
-#endif

@@ -12,8 +12,7 @@
  *
  * Thread rule: one at a time.
  */
-#ifndef SW_ZERO_PAGE_RING_H
-#define SW_ZERO_PAGE_RING_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -55,5 +54,3 @@ SW_MUST_USE sw_status sw_page_ring_blank(sw_page_ring *ring, uint8_t *address, s
                                          const uint32_t *chunks, sw_error *err);
 /* Return the first byte of a blank range that was changed; SIZE_MAX if none was seen. */
 size_t sw_page_ring_find_write(const sw_page_ring *ring, const uint8_t *address, size_t size_bytes);
-
-#endif

@@ -7,8 +7,7 @@
  *
  * Thread rule: any; a state belongs to its owner.
  */
-#ifndef SW_ZERO_SHARD_STATE_H
-#define SW_ZERO_SHARD_STATE_H
+#pragma once
 
 #include "base/status.h"
 
@@ -34,5 +33,3 @@ const char *sw_shard_state_name(sw_shard_state state);
  * state. */
 SW_MUST_USE sw_status sw_shard_move(sw_shard_state *state, sw_shard_event event, const char *unit,
                                     sw_error *err);
-
-#endif

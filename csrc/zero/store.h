@@ -21,8 +21,7 @@
  *
  * Thread rule: one at a time; collective calls as for the communicator.
  */
-#ifndef SW_ZERO_STORE_H
-#define SW_ZERO_STORE_H
+#pragma once
 
 #include "zero/store_map.h"
 #include "zero/store_plan.h"
@@ -109,5 +108,3 @@ void sw_store_derive(sw_store *store);
 /* With a home in a file: begin to write this rank's part back, and let its pages go from this
  * process. SW_E_OS: the disk refused some. */
 SW_MUST_USE sw_status sw_store_settle(sw_store *store, sw_error *err);
-
-#endif

@@ -6,8 +6,7 @@
  *
  * Thread rule: any, once made.
  */
-#ifndef SW_ZERO_STORE_MAP_H
-#define SW_ZERO_STORE_MAP_H
+#pragma once
 
 #include "comm/comm.h"
 #include "tensor/layout.h"
@@ -80,5 +79,3 @@ sw_store_source sw_store_source_of(const sw_store_map *map, size_t index, size_t
                                    bool narrow);
 /* Where the whole parameter begins in the one copy of its bucket; not by rows. */
 size_t sw_store_copy_bytes(const sw_store_map *map, size_t index, bool narrow);
-
-#endif

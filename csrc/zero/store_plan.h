@@ -7,8 +7,7 @@
  *
  * Thread rule: any, once made.
  */
-#ifndef SW_ZERO_STORE_PLAN_H
-#define SW_ZERO_STORE_PLAN_H
+#pragma once
 
 #include "zero/store_map.h"
 #include "zero/unit.h"
@@ -27,5 +26,3 @@ typedef struct sw_store_plan {
 SW_MUST_USE sw_status sw_store_plan_init(sw_store_plan *units, const sw_store_map *map,
                                          const sw_store_options *options, sw_error *err);
 void sw_store_plan_fini(sw_store_plan *units);
-
-#endif

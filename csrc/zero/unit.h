@@ -9,8 +9,7 @@
  *
  * Thread rule: one at a time.
  */
-#ifndef SW_ZERO_UNIT_H
-#define SW_ZERO_UNIT_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -91,5 +90,3 @@ SW_MUST_USE sw_status sw_unit_forget_writes(sw_units *units, size_t unit, sw_err
 
 /* A step ends: gathers are expected in the order of this one. */
 void sw_units_end_step(sw_units *units);
-
-#endif

@@ -10,8 +10,7 @@
  *
  * Thread rule: any, once made.
  */
-#ifndef SW_ZERO_UNIT_PLAN_H
-#define SW_ZERO_UNIT_PLAN_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -80,5 +79,3 @@ size_t sw_unit_offset_bytes(const sw_layout *layout, const sw_unit_part *part, s
  * and sequence[] lists the buckets, of which there are as many as the returned count. */
 size_t sw_unit_groups(const sw_layout *layout, const bool *wanted, const size_t *order,
                       const size_t *ends, size_t stretch_count, size_t *group_of, size_t *sequence);
-
-#endif

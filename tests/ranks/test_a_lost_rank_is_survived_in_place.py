@@ -310,3 +310,16 @@ def test_what_cannot_go_on_in_place_says_so(rank, world_size):
             for step in sw.steps(checkpoints, 2):
                 with step:
                     1 / 0
+
+
+@on_every_rank(exactly=2)
+def test_an_error_that_comes_again_though_no_rank_is_lost_is_raised(rank, world_size):
+    model, optimizer, _ = prepare(0)
+    tried = []
+    with sw.Checkpointer(shared_folder(rank), model, optimizer) as checkpoints:
+        with pytest.raises(sw.CommError, match="planned"):
+            for step in sw.steps(checkpoints, 2):
+                with step:
+                    tried.append(int(step))
+                    raise sw.CommError("planned: rank 7 failed")
+    assert tried == [0] * 4

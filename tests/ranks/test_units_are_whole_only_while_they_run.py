@@ -109,6 +109,30 @@ class RecomputedInPart(Blocks):
         return super().run(checkpoint(super().run, x, use_reentrant=True))
 
 
+class _Reversed(torch.autograd.Function):
+    """Blocks without a graph, whose backward runs one of its own, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx, x, blocks):
+        ctx.blocks, ctx.name = blocks, "a program's own attribute"
+        ctx.save_for_backward(x)
+        return blocks(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.blocks(x).backward(gradient)
+        return x.grad, None
+
+
+class Reversed(Blocks):
+    """A model whose blocks run in a function that keeps no graph, and then plainly."""
+
+    def run(self, x):
+        return super().run(_Reversed.apply(x, super().run))
+
+
 class Adapted(Blocks):
     """A model with frozen units between trained ones."""
 
@@ -168,6 +192,7 @@ MODELS = [
     RecomputedReentrant,
     RecomputedTogether,
     RecomputedInPart,
+    Reversed,
     Adapted,
     Several,
     Viewed,
@@ -259,7 +284,7 @@ def test_a_parameter_read_outside_of_its_unit_is_an_error_with_its_name(rank, wo
     gather(None)
 
 
-@pytest.mark.parametrize("build", [Blocks, Recomputed, RecomputedInPart])
+@pytest.mark.parametrize("build", [Blocks, Recomputed, RecomputedInPart, Reversed])
 @on_every_rank()
 def test_the_first_backward_holds_no_more_whole_gradients_than_later_ones(rank, world_size, build):
     model, optimizer = private(build)
@@ -270,7 +295,7 @@ def test_the_first_backward_holds_no_more_whole_gradients_than_later_ones(rank, 
         loss_of(model, rank, step).backward()
         early.append(sw.stats(model)["models"][0]["buckets_early"])
         optimizer.zero_grad()
-    waits = build is RecomputedInPart  # for second gradients
+    waits = build in (RecomputedInPart, Reversed)  # for second gradients
     assert (early == [0, 0]) if waits else (0 < early[0] < early[1]), early
 
 
@@ -302,6 +327,21 @@ def the_same_graph_twice(model, optimizer, rank):
         loss = loss_of(model, rank, step)
         with model.no_sync():
             loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def whole_forwards_again(model, optimizer, rank):
+    """Recompute the whole model twice in one backward: all gradients come in two graph tasks, and no output has a graph."""
+    losses = []
+    for step in range(2):
+        parts = [
+            checkpoint(model, batch(rank, 6, 7, step=2 * step + n).requires_grad_(), use_reentrant=True) for n in (0, 1)
+        ]
+        loss = sum(part.square().mean() for part in parts)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -354,7 +394,8 @@ def broken_off(model, optimizer, rank):
 
 
 @pytest.mark.parametrize(
-    "train", [several_forwards, the_same_graph_twice, gradients_of_inputs, accumulating, broken_off]
+    "train",
+    [several_forwards, the_same_graph_twice, whole_forwards_again, gradients_of_inputs, accumulating, broken_off],
 )
 @pytest.mark.parametrize("cut", ["blocks", "nested"])
 @on_every_rank()

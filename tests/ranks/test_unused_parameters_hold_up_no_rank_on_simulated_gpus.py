@@ -123,7 +123,7 @@ def attend(gpus: SimulatedGpus, rank: int, **options: Any) -> list[torch.Tensor]
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
     wrapped, optimizer = sw.wrap(module, optimizer, deterministic=True, timeout_s=20, **options)
     for step in range(STEPS):
-        module.attends = step > 0  # in the first round nothing is sent early
+        module.attends = step > 0  # so the first round learns nothing of it
         wrapped(batch(rank, 6, WIDTH, step=step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

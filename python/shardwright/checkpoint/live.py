@@ -46,6 +46,7 @@ class Live:
             and all(type(each).get_extra_state is torch.nn.Module.get_extra_state for each in training.model.modules())
         )
         self._rest: tuple[dict[str, Any], dict[str, torch.Tensor]] = {}, {}
+        self._rest_of = -1
         self._buffers: list[torch.Tensor] = []
         self._generators: dict[str, Any] = {}
         self._hooks = [each.register_step_pre_hook(weakly(self._before_step)) for each in steppers if self.is_possible]
@@ -82,7 +83,7 @@ class Live:
         tensors = {name: each.clone() for name, each in tensors.items()}
         nodes["random"] = random_state(tensors, self._generators)
         self._rest, self._buffers = (nodes, tensors), [each.clone() for each in buffers]
-        self.number = number
+        self.number = self._rest_of = number
 
     def take(self, peers: Peers) -> int | None:
         """Make the newest live state that of all ranks. Return the number of the next step; None if no rank has one. Collective."""
@@ -91,7 +92,10 @@ class Live:
         if newest < 0:
             return None
         with torch.no_grad():
-            if self.number == newest:
+            if newest in (
+                self.number,
+                self._rest_of,
+            ):  # the latter: in its optimizer's step, which others have not begun
                 self._take_back(_KEPT)
             if min(numbers) < newest:
                 self._spread(peers, numbers.index(newest), newest)

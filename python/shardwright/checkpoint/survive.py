@@ -40,7 +40,7 @@ _Result = TypeVar("_Result")
 _WAIT_S = 60.0
 #: seconds within which a process that has closed its connections has ended
 _SEEN_S = 1.0
-#: recoveries in which no rank was lost, one after another, before their error is raised
+#: recoveries in which no rank was lost and no step ended, one after another, before their error is raised
 _TRIES = 3
 #: the number of no step: train() has returned on all ranks
 _ENDED = -1
@@ -137,7 +137,7 @@ class _Job:
     """The ranks, engines and optimizers of one training in place."""
 
     def __init__(self, checkpointer: Checkpointer, min_ranks: int, wait_s: float) -> None:
-        self._checkpointer = checkpointer
+        self._checkpointer, self._tries, self._number = checkpointer, _TRIES, -1
         peers, training = checkpointer._peers, checkpointer._training
 
         def check() -> tuple[dict[str, int], None]:
@@ -196,6 +196,8 @@ class _Job:
         """Return True for an error of a lost rank: one that reports it, or any while some rank's process has ended."""
         if self._ranks.is_over or not isinstance(error, Exception):
             return False
+        if not self._tries:
+            return bool(self._ranks.dead())
         until = time.monotonic() + (_SEEN_S if isinstance(error, RuntimeError) else 0.0)
         is_lost = reports_peer(error, self._ranks.own) or bool(self._ranks.dead())
         while not is_lost and time.monotonic() < until:  # torch's own error may come before the process has ended
@@ -209,6 +211,7 @@ class _Job:
         # at zero=0 all are whole, and an image without the optimizer's state would be too small for the next step
         if not number and memory is not None and all(each.options.zero for each in self._engines):
             self._checkpointer._keep(0, memory)
+        self._number = number
         return number
 
     def finish(self, ended: int) -> int:
@@ -228,23 +231,27 @@ class _Job:
 
     def recover(self) -> int:
         """Go on with the ranks that are left. Return the number of the next step."""
-        tries = _TRIES
         while True:
             before, own, attempt = len(self._ranks.members), self._ranks.own, self._ranks.attempt
             try:
                 number = self._go_on()
                 break
             except Exception as error:
-                tries = _TRIES if len(self._ranks.members) < before or self._ranks.dead() else tries - 1
-                if not self.is_lost(error) or self._ranks.attempt == attempt or not tries:
+                self._count(len(self._ranks.members) < before or bool(self._ranks.dead()))
+                if not self.is_lost(error) or self._ranks.attempt == attempt or not self._tries:
                     raise
                 _logger.warning("a rank was lost while others went on in place, and they begin again: %s", error)
+        self._count(len(self._ranks.members) < before or number > self._number)
+        self._number = number
         if self._ranks.own == 0:
             _logger.warning(
                 "%d of %d ranks are left, and go on in place with step %d (rank 0 was rank %d)",
                 *(len(self._ranks.members), before, number, own),
             )
         return number
+
+    def _count(self, is_news: bool) -> None:
+        self._tries = _TRIES if is_news else self._tries - 1
 
     def _go_on(self) -> int:
         abort_all(f"rank {self._ranks.own} heard of a lost rank")

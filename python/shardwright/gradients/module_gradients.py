@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 from .._engine import Error, Reducer
 from ..backend.base import Backend
 from ..comm.agreement import gather_answers, sums_over_ranks
-from ..layout.local_parameters import local_of, whole_of
+from ..layout.local_parameters import LocalParameter, local_of, whole_of
 from ..layout.memory import address_of, bytes_of
 from ..layout.param_table import ParameterTable
 from ..layout.shard_mesh import Slicing
@@ -51,9 +51,10 @@ NO_GRADIENT, ZEROED, A_GRADIENT = range(3)
 
 def states_of(parameters: Iterable[torch.Tensor]) -> list[int]:
     """Return NO_GRADIENT, ZEROED (known only for sliced gradients) or A_GRADIENT for each parameter's `.grad`."""
+    found, gradients = [], []
     with _hooks.unguarded():
-        gradients = list(map(_hooks.read_gradient, parameters))
-    found = []
+        for each in parameters:
+            gradients.append(each.grad if isinstance(each, LocalParameter) else _hooks.read_gradient(each))
     for gradient in gradients:
         is_zeroed = isinstance(gradient, ShardedGradient) and gradient._cleared
         found.append(NO_GRADIENT if gradient is None else ZEROED if is_zeroed else A_GRADIENT)
@@ -380,7 +381,7 @@ class ModuleGradients:
     def slice_of(self, index: int) -> torch.Tensor | None:
         """Return this rank's elements of a parameter's `.grad`, flat; None without one. Error if not averaged, or frozen."""
         parameter = self._table.parameters[index]
-        gradient = _hooks.read_gradient(parameter)
+        gradient = parameter.grad if isinstance(parameter, LocalParameter) else _hooks.read_gradient(parameter)
         if isinstance(gradient, ShardedGradient):
             plain = gradient._pending is None and not gradient._cleared
             return gradient.piece if plain else gradient.averaged_piece()

@@ -67,7 +67,8 @@ class TrainerMixin(_Base):
         super().log(logs, *args, **kwargs)
         scalars = self.accelerator._recent() if "loss" in logs else {}
         for callback in self.callback_handler.callbacks if scalars else ():
-            if type(callback).__module__.startswith("transformers.integrations"):
+            kind = type(callback)  # DVCLive's would count each call as a step
+            if kind.__module__.startswith("transformers.integrations") and kind.__name__ != "DVCLiveCallback":
                 callback.on_log(self.args, self.state, self.control, logs=scalars, model=self.model)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 from .._engine import Error
 from ..comm import account
 from . import watch
-from .rings import LINKS, PHASES, AccountFile, Row
+from .rings import LINKS, PHASES, AccountError, AccountFile, Row
 from .verdict import shares
 
 _logger = logging.getLogger("shardwright")
@@ -178,7 +178,11 @@ class Recent:
 
     def __call__(self) -> dict[str, float]:
         path = account.own_file() if account.own_rank() == 0 else None
-        rows = [] if path is None else AccountFile(path).rows(_MOST, after=self._step)
+        try:
+            rows = [] if path is None else AccountFile(path).rows(_MOST, after=self._step)
+        except (OSError, AccountError) as error:
+            _logger.debug("no scalars for trackers: %s", error)
+            return {}
         if not rows:
             return {}
         self._step = rows[-1].step

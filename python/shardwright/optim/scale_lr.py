@@ -50,9 +50,10 @@ class ScaledLR(torch.optim.lr_scheduler.LRScheduler):
             self.begin, self.begin_step = state_dict["begin"], state_dict["begin_step"]
         else:
             self.begin, self.begin_step = min(state_dict["scale"], self.target), self.last_epoch
-        for group, rate in zip(self.optimizer.param_groups, self.get_lr()):
+        self._last_lr = self.get_lr()
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr):
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].copy_(rate)
+                group["lr"].fill_(float(rate))
             else:
                 group["lr"] = rate
 

@@ -74,6 +74,8 @@ class ReleasedParameters(Storage):
         abort = self._backend.abort
         self._unit_rows = [[self.rows[index] for index in plan.indices] for plan in plans] if self.rows else []
         self.schedule = UnitSchedule(units, plans, members, abort, compute_members=compute_members, **options)
+        for table in (self._table.parameters, self._table.module_parameters):
+            self.schedule.number_of.update({id(each): number for number, each in enumerate(table)})
         for number, plan in enumerate(plans):
             for mark in filter(None, map(mark_of, plan.modules)):
                 mark.join(self.schedule, number)

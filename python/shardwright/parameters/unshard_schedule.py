@@ -19,7 +19,7 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -82,7 +82,6 @@ class UnitSchedule:
             if form is not None:
                 form.is_outermost = True
         self._unit_of = {id(parameter): unit for unit in self._plain for parameter in unit.parameters}
-        self._number_of = {id(p): i for unit in self._plain for p, i in zip(unit.parameters, unit.indices)}
         self._clock = itertools.count()
         self._tasks: set[int] = set()
         self._open: list[Unit] = []  # with an open backward
@@ -105,11 +104,15 @@ class UnitSchedule:
         self.pass_over: Callable[..., bool] | None = None
         #: returns whether a called module computes under a policy
         self.policy: Callable[[], Callable[[], bool] | None] = type(None)
-        #: called if the first backward will run another inside it
+        #: returns the number of rounds so far
+        self.rounds: Callable[[], int] = int
+        #: called if the first round's backward may run others inside it
         self.on_nested_backward: Callable[[], None] = type(None)
-        # until the first backward with a round has ended: the parameters that its graph has a gradient for
+        # until the first round: the parameters that its graph has a gradient for
         self._reached: set[int] | None = set()
-        self._has_round = False
+        self._ran_without_gradients = False
+        #: the numbers of all parameters, by id, those that are never released included
+        self.number_of: dict[int, int] = {}
         #: called before the next release, if a forked child may read units that are whole
         self.before_reuse: Callable[[], None] | None = None
         for unit in self.units:
@@ -521,10 +524,13 @@ class UnitSchedule:
             unit.pin = NOT_PINNED
         if unit.is_outermost:
             self._turning, self._latest = self._latest, None
-            if self._reached is not None:
+            if self._reached is not None and differentiable:
                 self._search(hooked)
-        elif not unit.running:
-            self._latest = unit
+            self._ran_without_gradients = False
+        else:
+            self._ran_without_gradients |= not differentiable
+            if not unit.running:
+                self._latest = unit
         turns = unit is self._turning and self._meet is None
         if not hooked or (unit.reshard_after_forward and not turns):
             self._release_if_idle(unit)
@@ -547,7 +553,11 @@ class UnitSchedule:
             self._before["backward"] = None
             self._due = [*self._holders.values()]
             if self._reached is not None and self.pass_over is not None:  # on other ranks they may have run
-                self._over = [unit.use for unit in self._plain if not (unit.is_outermost or unit.use.live)]
+                self._over = [
+                    unit.use
+                    for unit in self._plain
+                    if not (unit.is_outermost or unit.use.live or self._keepers) and unit.pin is NOT_PINNED
+                ]
         if unit.is_outermost and self.pass_over is not None:
             self._outermost.append((begin, end))
         if task not in self._tasks:
@@ -597,26 +607,32 @@ class UnitSchedule:
         if self._over:
             self._over = [span for span in self._over if not self._tell_over(span.numbers)]
 
-    def _search(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Learn from the graph of a forward what a first backward would show only once it has ended."""
+    def _search(self, outputs: Collection[torch.Tensor]) -> None:
+        """Learn from the graph of a forward what a first round would show only once its backward has ended.
+
+        Parameters get a second gradient in a backward inside that one. It is run by a node of reentrant checkpointing, by a
+        function inside of which units ran without gradients, around the whole forward, or by what no graph shows.
+        """
+        if self.rounds():
+            self._reached = None
+            return
         assert self._reached is not None
         leaves, nests = _hooks.search_graph(outputs)
         for leaf in leaves:
             parameter = leaf_entry(leaf) if self._meet is not None else None
-            number = self._number_of.get(id(leaf if parameter is None else parameter))
+            number = self.number_of.get(id(leaf if parameter is None else parameter))
             if number is not None:
                 self._reached.add(number)
-        if nests:
+        if nests or not outputs or self._ran_without_gradients or _hooks.graph_task_id() != _NO_TASK:
             self.on_nested_backward()
 
     def _tell_over(self, numbers: Sequence[int]) -> bool:
-        """Pass over parameters. In the first backward only those that get no gradient: those that get a late one are noted."""
+        """Pass over parameters. In the first round only those that get no gradient: those that get a late one are noted."""
         assert self.pass_over is not None
         if self._reached is None:
             return self.pass_over(numbers)
         self.pass_over([each for each in numbers if each in self._reached], True)
-        self._has_round = self.pass_over([each for each in numbers if each not in self._reached])
-        return self._has_round
+        return self.pass_over([each for each in numbers if each not in self._reached])
 
     def _forget_holders(self) -> None:
         """Forget the forwards inside those of the outermost unit whose backward has ended."""
@@ -645,11 +661,8 @@ class UnitSchedule:
             if unit.pin is UNTIL_RUN:
                 unit.pin = NOT_PINNED
         self._open = [unit for unit in opened if unit.opened]
-        if not self._tasks:
-            if self._has_round or self.pass_over is None:
-                self._reached = None
-            if self.pass_over is not None:
-                self._forget_holders()
+        if not self._tasks and self.pass_over is not None:
+            self._forget_holders()
         for unit in opened:
             self._release_if_idle(unit)
         if self._together and not self._tasks:

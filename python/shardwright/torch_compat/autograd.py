@@ -272,16 +272,18 @@ def search_graph(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], b
 
     Reentrant checkpointing does the latter, and hides leaves.
     """
-    leaves, nests = [], False
-    found, waiting = set(), [each.grad_fn for each in tensors]
+    leaves: list[torch.Tensor] = []
+    nests, found = False, set()
+    waiting: list[Any] = [each.grad_fn for each in tensors]
     while waiting:
         node = waiting.pop()
         if node is None or node in found:
             continue
         found.add(node)
         waiting += [following for following, _ in node.next_functions]
-        leaves += [node.variable] if hasattr(node, "variable") else []
-        nests |= "Checkpoint" in node.name()
+        kind = type(node).__name__  # a program's own node may have other attributes of any name
+        leaves += [node.variable] if kind == "AccumulateGrad" else []
+        nests |= "Checkpoint" in kind
     return leaves, nests
 
 

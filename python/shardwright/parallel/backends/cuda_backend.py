@@ -103,6 +103,7 @@ class CudaBackend:
         reducer.set_order(weakly(made.digest, 0))
         made.schedule.pass_over = reducer.pass_over
         reducer.send_first(True)
+        made.schedule.rounds = lambda: reducer.rounds
         made.schedule.on_nested_backward = functools.partial(reducer.send_first, False)
         return made
 

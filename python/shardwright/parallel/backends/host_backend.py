@@ -81,6 +81,7 @@ class HostBackend:
         folder = offload_folder(offload_place(request.options.offload, "parameters"))
         made = UnitMemory(self, reducer, request, coded=coded, folder=folder)
         reducer.send_first(True)
+        made.schedule.rounds = lambda: reducer.rounds
         made.schedule.on_nested_backward = functools.partial(reducer.send_first, False)
         return made
 
