@@ -8,7 +8,8 @@
  * The numbers of sw_dtype and sw_redop are repeated here; kernel_contracts.c asserts that they
  * agree. Thread rule: any.
  */
-#pragma once
+#ifndef SW_KERNELS_KERNEL_ARGS_H
+#define SW_KERNELS_KERNEL_ARGS_H
 
 typedef unsigned long long sw_u64;
 
@@ -226,3 +227,5 @@ typedef struct sw_put_args {
     int size_bytes;
     unsigned char byte[SW_PUT_BYTES_MAX];
 } sw_put_args;
+
+#endif
