@@ -207,7 +207,7 @@ def main() -> None:
         Path(file).write_text(json.dumps(numbers))
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # threads of Gloo's groups may take Python's lock as it ends, which ends the process ("terminate called")
+    os._exit(0)  # else threads of Gloo's groups may end the process ("terminate called") as Python ends
 
 
 if __name__ == "__main__":
