@@ -23,6 +23,8 @@ from test_twenty_steps_of_a_gpt import gpt, loss_of
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 STAGES = {stage: {"zero": stage} for stage in range(4)}
 STAGES |= {"private": {"zero": 3, "share_parameters": False, "units": torch.nn.Linear}}
+POLICY = {"precision": {f"blocks.{n}.mlp_{way}": "bf16" for n in (0, 1) for way in ("in", "out")}}
+LOW = {"whole bf16": {"zero": 2} | POLICY, "private bf16": STAGES["private"] | POLICY}
 PLACES = ["forward", "backward", "step", "save"]
 STOP = 10
 
@@ -33,7 +35,7 @@ def die():
 
 def prepare(stage, **options):
     module, optimizer, vocabulary = gpt()
-    model, optimizer = sw.wrap(module, optimizer, timeout_s=20, **STAGES[stage], **options)
+    model, optimizer = sw.wrap(module, optimizer, timeout_s=20, **(STAGES | LOW)[stage], **options)
     return model, optimizer, vocabulary
 
 
@@ -156,6 +158,17 @@ def test_a_rank_that_dies_after_its_last_step_holds_up_no_other(fresh_ranks, sta
         team.start(survive, folder=folder, stage=stage, faults={3: (0, "end")}, stop=4)
         for seen, *_ in outcomes_of(team, dead=[0]):
             assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+
+def test_modules_go_on_in_low_precision_with_the_same_bits_at_every_stage(fresh_ranks):
+    ended_as = []
+    for stage in LOW:
+        with tempfile.TemporaryDirectory() as folder, fresh_ranks(3) as team:
+            team.start(survive, folder=folder, stage=stage, faults={2: (2, "step")}, stop=4)
+            for seen, found, *_ in outcomes_of(team, dead=[2]):
+                assert seen == [(0, 3), (1, 3), (2, 3), (2, 2), (3, 2)]
+                ended_as.append(found)
+    assert len(ended_as) == 4 and len(set(map(str, ended_as))) == 1
 
 
 def survive_twice(rank, world_size, folder, place):

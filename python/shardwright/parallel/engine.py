@@ -421,6 +421,8 @@ class Engine:
             self._retire.detach()  # the finalizer would keep the replicas
         for parameter in self.own_parameters():
             parameter.grad = None  # it may be a view of a bucket
+        if self.precision is not None:
+            self.precision.unfollow()
         self._reset()
         self.comm_hooks, self.compression_state = [], None
         self.runs, self.is_held, self._has_met = False, 0, False

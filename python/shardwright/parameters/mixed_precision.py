@@ -180,6 +180,12 @@ class PrecisionPlan:
                 if parameter is not None and id(parameter) in managed:
                     slots.setdefault(name, parameter.dtype)
 
+    def unfollow(self) -> None:
+        """Read the parameters themselves again: the engines that kept them have ended."""
+        self.leave()
+        self._sources.clear()
+        self._in_units = False
+
     def is_in_force(self) -> bool:
         """Return True if a module that is called now computes in its policy's dtype."""
         return self._active or (not _is_compiling() and _hooks.graph_task_id() != -1)
