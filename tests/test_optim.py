@@ -10,6 +10,7 @@ import copy
 import itertools
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,6 +49,18 @@ def set_gradients(step: int, *models: list[Tensor], dtype: torch.dtype | None = 
 def assert_same_bits(a: Tensor, b: Tensor) -> None:
     assert a.dtype == b.dtype and a.shape == b.shape
     assert torch.equal(a, b), f"{int((a != b).sum())} of {a.numel()} differ"
+
+
+def assert_same_with(isa: str, train: Callable[[], list[Tensor]]) -> None:
+    """Check that train() returns the same bits on an instruction set as on the best one."""
+    best = train()
+    _engine.force_instruction_set(isa)
+    try:
+        forced = train()
+    finally:
+        _engine.force_instruction_set(None)
+    for a, b in zip(forced, best, strict=True):
+        assert_same_bits(a, b)
 
 
 def assert_same_state(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> None:
@@ -138,14 +151,7 @@ def test_every_instruction_set_gives_the_same_bits(name: str, isa: str) -> None:
             optimizer.step()
         return [p.detach() for p in ps]
 
-    best = train()
-    _engine.force_instruction_set(isa)
-    try:
-        forced = train()
-    finally:
-        _engine.force_instruction_set(None)
-    for a, b in zip(forced, best):
-        assert_same_bits(a, b)
+    assert_same_with(isa, train)
 
 
 def ulps(a: Tensor, b: Tensor) -> int:
@@ -415,14 +421,7 @@ def test_random_rounding_has_the_same_bits_on_every_instruction_set(isa: str, ma
             optimizer.step()
         return [value for p in ps for value in (p.detach(), *optimizer.state[p].values())]
 
-    best = train()
-    _engine.force_instruction_set(isa)
-    try:
-        forced = train()
-    finally:
-        _engine.force_instruction_set(None)
-    for a, b in zip(forced, best):
-        assert_same_bits(a, b)
+    assert_same_with(isa, train)
 
 
 def test_a_second_moment_without_gradients_decays_as_in_float32() -> None:

@@ -1,7 +1,7 @@
 """Law: in every order of their moves, with two faults at any point, the ranks that are left after a fault agree on which of them go on.
 
 The explorer drives the protocol itself, regroup.move(). A rank reads the words of its attempt, and says its next word later, when
-others may have spoken. Ranks die, find an error after they have met, or go on without a living rank that comes too late.
+others may have spoken. Ranks die, stop for good, find an error after they have met, or go on without a living rank that comes too late.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ class Rank(NamedTuple):
     does: object
 
 
-MEETS, MET, ENDED, DEAD = "meets", "met", "ended", "dead"
+MEETS, MET, ENDED, DEAD, STOPPED = "meets", "met", "ended", "dead", "stopped"
 #: ranks; the words of each attempt, by (attempt, key); faults that are left; whether ranks are late
 State = tuple[tuple[Rank, ...], frozenset, int, bool]
 
@@ -39,14 +39,16 @@ def following(state: State, least: int) -> Iterator[State]:
         return (*ranks[:number], rank, *ranks[number + 1 :]), words, faults, lates
 
     for number, rank in enumerate(ranks):
-        if number in gone:
+        if number in gone or rank.does == STOPPED:
             continue
         if faults:
             yield moved(number, rank._replace(does=DEAD), faults - 1)
+            if lates:
+                yield moved(number, rank._replace(does=STOPPED), faults - 1)
         if rank.does == MET:
             others = [ranks[each] for each in rank.members]
             is_broken = any(each in gone for each in rank.members) or any(
-                each.attempt > rank.attempt for each in others
+                each.attempt > rank.attempt or each.does == STOPPED for each in others
             )
             if is_broken or faults:  # without a death: an error while the group is made
                 yield moved(number, Rank(rank.attempt + 1, rank.members, MEETS), faults - (not is_broken))
@@ -59,8 +61,12 @@ def following(state: State, least: int) -> Iterator[State]:
             continue
         known = {key: list(value) if isinstance(value, tuple) else value for key, value in said.items()}
         own, dead_here = rank.members.index(number), {at for at, each in enumerate(rank.members) if each in gone}
+        in_time = regroup.move(own, len(rank.members), least, known, dead_here, False)
         for is_late in (False, True) if lates else (False,):
             found = regroup.move(own, len(rank.members), least, known, dead_here, is_late)
+            if is_late and found.says == ("outcome", False) != in_time.says:
+                if not any(ranks[each].does == STOPPED for each in rank.members):
+                    continue  # else attempts without end: one that moves is ready in time
             if found.says is not None:
                 yield moved(number, rank._replace(does=(found.says[0], frozen(found.says[1]))))
             elif found.goes_on is not None:
@@ -83,11 +89,11 @@ def check(state: State) -> None:
 
 def check_end(state: State, least: int) -> None:
     ranks, _, _, lates = state
-    living = tuple(number for number, each in enumerate(ranks) if each.does not in (DEAD, ENDED))
+    living = tuple(number for number, each in enumerate(ranks) if each.does not in (DEAD, ENDED, STOPPED))
     assert all(ranks[number].does == MET and ranks[number].members == living for number in living), state
     assert len({ranks[number].attempt for number in living}) <= 1
     if not lates:
-        left = [number for number, each in enumerate(ranks) if each.does != DEAD]
+        left = [number for number, each in enumerate(ranks) if each.does not in (DEAD, STOPPED)]
         assert len(living) == (len(left) if len(left) >= least else 0), state
 
 
@@ -127,3 +133,11 @@ def test_a_protocol_that_counts_the_dead_is_caught():
 
     with mock.patch.object(regroup, "move", blind), pytest.raises(AssertionError):
         explore(3, 1, 1, lates=False)
+
+
+def test_a_protocol_that_waits_for_a_rank_that_has_stopped_is_caught():
+    def patient(own, count, least, said, dead, is_late, move=regroup.move):
+        return move(own, count, least, said, dead, is_late and "members" not in said)
+
+    with mock.patch.object(regroup, "move", patient), pytest.raises(AssertionError):
+        explore(3, 1, 1, lates=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 #: name -> the submodule that has it, or is it
 HOMES = {
+    "Board": "comm.regroup",
     "CheckpointSaver": "_engine",
     "Content": "checkpoint.state.content",
     "DevicePowerSGDState": "compress.device_exchange",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_subjects import build
 from harness import RanksFailed, on_every_rank
-from internals import Engine, Regroup
+from internals import Board, Engine, Regroup
 from peer import PEER, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 from test_twenty_steps_of_a_gpt import gpt, loss_of
@@ -197,6 +197,27 @@ def test_a_rank_that_dies_while_others_recover_is_survived(fresh_ranks, place):
             assert seen == [(0, 4), (1, 4), (2, 4), (3, 4), (3, 2), (4, 2)]
 
 
+def survive_with_one_that_stops(rank, world_size, folder, word):
+    """As survive(), with a rank that stops for good before a word of the meeting after rank 2's death."""
+    as_usual = Board.say
+
+    def stops(self, key, value):
+        if rank == 1 and key.startswith(word):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        as_usual(self, key, value)
+
+    with mock.patch.object(Board, "say", stops):
+        return survive(rank, world_size, folder, 2, {3: (2, "step")}, stop=5, wait_s=0.5)
+
+
+@pytest.mark.parametrize("word", ["here", "ready", "came"])
+def test_a_rank_that_stops_while_others_recover_is_left_out(fresh_ranks, word):
+    with tempfile.TemporaryDirectory() as folder, fresh_ranks(3) as team:
+        team.start(survive_with_one_that_stops, folder=folder, word=word)
+        ((seen, *_),) = outcomes_of(team, dead=[1, 2])
+        assert seen == [(0, 3), (1, 3), (2, 3), (3, 3), (3, 1), (4, 1)]
+
+
 class Varied(torch.nn.Module):
     """Changes buffers and draws random numbers in each forward."""
 
@@ -314,6 +335,8 @@ def test_what_cannot_go_on_in_place_says_so(rank, world_size):
         with pytest.raises(ValueError, match="with ranks on several hosts: restart"):
             next(sw.steps(checkpoints, 2))
         group.host_of = here
+        with pytest.raises(ValueError, match=r"wait_s must be in \(0, 1e9\] seconds, got nan"):
+            next(sw.steps(checkpoints, 2, wait_s=float("nan")))
         with pytest.raises(ValueError, match="min_ranks must be"):
             next(sw.steps(checkpoints, 2, min_ranks=3))
         with pytest.raises(sw.Error, match="inside `with step:`"):

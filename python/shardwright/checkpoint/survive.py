@@ -74,10 +74,12 @@ def steps(checkpointer: Checkpointer, stop: int, *, min_ranks: int = 1, wait_s: 
         Its model, optimizer and other state go on from the newest step that is whole. It restores before the first step, so the
         program does not. Give it memory_every=1, which loses one step at most; without it the disk's newest step is taken.
     stop : int
+        The number of steps of the whole training: the first one that is not taken.
     min_ranks : int
         With fewer living ranks the job ends with an Error.
     wait_s : float
-        Seconds after which a living rank that has not come is left out, and killed. Longer than the longest pause of one rank.
+        Seconds in (0, 1e9] after which a living rank that has not come is left out, and killed. Longer than the longest pause
+        of one rank.
 
     Yields
     ------
@@ -89,7 +91,8 @@ def steps(checkpointer: Checkpointer, stop: int, *, min_ranks: int = 1, wait_s: 
     Error
         Fewer than `min_ranks` ranks are left, no step is whole, or this rank came too late.
     ValueError
-        The module cannot change its ranks: on a GPU, over several hosts, over a mesh or process group of its own, with groups= or offload=, or of fully_shard.
+        A number out of range, or a module that cannot change its ranks: on a GPU, over several hosts, over a mesh or process
+        group of its own, with groups= or offload=, or of fully_shard.
 
     Notes
     -----
@@ -142,6 +145,8 @@ class _Job:
 
         def check() -> tuple[dict[str, int], None]:
             count(1, peers.world_size, f"a number of ranks in [1, {peers.world_size}]")("min_ranks", min_ranks)
+            if isinstance(wait_s, bool) or not isinstance(wait_s, (int, float)) or not 0 < wait_s <= 1e9:
+                raise ValueError(f"wait_s must be in (0, 1e9] seconds, got {wait_s!r}")
             if why := self._unmovable():
                 raise ValueError(
                     f"sw.steps and sw.survive do not go on in the same processes with {why}: restart after a lost rank"

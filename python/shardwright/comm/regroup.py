@@ -14,7 +14,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -56,12 +56,13 @@ class Move(NamedTuple):
 def move(own: int, count: int, least: int, said: Mapping[str, Any], dead: Collection[int], is_late: bool) -> Move:
     """Return the next move of member `own` of `count` in one attempt, from what was `said` in it and which members are `dead`.
 
-    `is_late`: this rank no longer waits for living members that have not come. Words, each said once:
+    `is_late`: this rank no longer waits for living members that have not come, or not said that they are ready. Words, each said
+    once:
 
     here/R      member R takes part
     members     the numbers that go on; [] if fewer than `least` are left
     ready/R     member R has read that it is one of them
-    outcome     True: all of them were ready and alive; False: one died, and the rest tries again without it
+    outcome     True: all of them were ready and alive; False: one died or stopped, and the rest tries again without it
     """
     if f"here/{own}" not in said:
         return Move((f"here/{own}", True))
@@ -77,11 +78,10 @@ def move(own: int, count: int, least: int, said: Mapping[str, Any], dead: Collec
         return Move(goes_on=said["outcome"])
     if f"ready/{own}" not in said:
         return Move((f"ready/{own}", True))
-    if any(each in dead for each in members):
+    is_ready = all(f"ready/{each}" in said for each in members)
+    if any(each in dead for each in members) or (is_late and not is_ready):
         return Move(("outcome", False))
-    if all(f"ready/{each}" in said for each in members):
-        return Move(("outcome", True))
-    return Move()
+    return Move(("outcome", True)) if is_ready else Move()
 
 
 def own_member() -> Member:
@@ -148,11 +148,13 @@ class Regroup:
         """Meet in the next attempt. Return False if a member died in it."""
         self.attempt += 1
         board = Board(os.path.join(self._folder, str(self.attempt)))
-        wait, pause_s = Wait(None), _LOOK_S[0]
+        wait, pause_s, has_chosen = Wait(None), _LOOK_S[0], False
         while True:
             said = board.said()
             if "done" in said:
                 raise Finished
+            if not has_chosen and "members" in said:
+                has_chosen, wait = True, Wait(None)  # from here on they have as long again to be ready
             found = move(self.own, len(self.members), self._least, said, self.dead(), wait.waited_s > self._wait_s)
             if found.says is not None:
                 board.say(*found.says)
@@ -197,7 +199,7 @@ class Regroup:
         board, short = Board(folder), timedelta(seconds=min(_CONNECT_S, self._timeout.total_seconds()))
         board.say(f"came/{self.own}", True)
         try:  # else Gloo would wait for a member that has died since they met
-            self._until(lambda: all(f"came/{each}" in board.said() for each in range(size)))
+            self._await(board, [f"came/{each}" for each in range(size)])
             store = dist.FileStore(os.path.join(folder, "torch.store"), -1)
             dist.init_process_group(self._backend, store=store, rank=self.own, world_size=size, timeout=short)
         except (RuntimeError, OSError) as error:
@@ -205,12 +207,14 @@ class Regroup:
         default_store().set_timeout(self._timeout)
         set_group_timeout(dist.group.WORLD, self._timeout)
 
-    def _until(self, is_done: Callable[[], bool]) -> None:
-        """Return once `is_done`. RuntimeError if a member has died."""
-        pause_s = _LOOK_S[0]
-        while not is_done():
+    def _await(self, board: Board, words: Sequence[str]) -> None:
+        """Return once each member has said its word. RuntimeError if one has died, or stays away for wait_s."""
+        wait, pause_s = Wait(None), _LOOK_S[0]
+        while absent := [number for number, word in enumerate(words) if word not in board.said()]:
             if dead := self.dead():
                 raise RuntimeError(f"rank {min(dead)} died")
+            if wait.waited_s > self._wait_s:
+                raise RuntimeError(f"rank {absent[0]} has not come within {self._wait_s:g} s")
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LOOK_S[1])
 

@@ -365,8 +365,8 @@ class AdamW(_AdamStep, torch.optim.AdamW):
         p *= 1 - lr*wd;  m += (1 - beta1)*(g - m);  v = beta2*v + (1 - beta2)*g*g
         p -= lr/(1 - beta1**t) * m / (sqrt(v)/sqrt(1 - beta2**t) + eps)
 
-    Cost of a step: 16 bytes read and 12 written an element in float32, 12 and 8 with moments in bfloat16. With torch's GradScaler and `fused=True` the
-    pass itself unscales the gradient, and `.grad` keeps its scaled value.
+    Cost of a step: 16 bytes read and 12 written an element in float32, 12 and 8 with moments in bfloat16. With torch's
+    GradScaler and `fused=True` the pass itself unscales the gradient, and `.grad` keeps its scaled value.
 
     References
     ----------

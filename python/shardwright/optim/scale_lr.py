@@ -38,10 +38,8 @@ class ScaledLR(torch.optim.lr_scheduler.LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step, the scale and the world size that it belongs to."""
-        return {"last_epoch": self.last_epoch, "scale": self.scale(), "begin": self.begin, **self._own()}
-
-    def _own(self) -> dict[str, Any]:
-        return {"begin_step": self.begin_step, "world_size": self.world_size, "target": self.target}
+        ramp = {"begin": self.begin, "begin_step": self.begin_step, "target": self.target}
+        return {"last_epoch": self.last_epoch, "scale": self.scale(), "world_size": self.world_size, **ramp}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the ramp. After a change of the target ramp up from the scale reached; a lower target holds at once."""

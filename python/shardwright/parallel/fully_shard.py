@@ -56,8 +56,9 @@ class Mark:
     `releases_outermost`: the program asked for it by name. `is_list`: fully_shard got several modules, which form one unit
     and share this mark. `engine`: of an outermost module.
     `ahead`: for each phase the units to gather ahead, if the program names them. `divide_factor`: the divisor of gradients
-    that the program sets. `placement`: FSDP2's shard_placement_fn. `rows`: the unit's parameters, cut over `mesh`. `inner`: of the outermost module, the marks inside it. `outer`: the outermost module that
-    fully_shard was called on around it, if it takes part there. `_owner`: the engine that runs it.
+    that the program sets. `placement`: FSDP2's shard_placement_fn. `rows`: the unit's parameters, cut over `mesh`. `inner`: of
+    the outermost module, the marks inside it. `outer`: the outermost module that fully_shard was called on around it, if it
+    takes part there. `_owner`: the engine that runs it.
     `position`: its place among the marks of that engine.
     """
 

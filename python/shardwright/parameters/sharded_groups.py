@@ -10,6 +10,7 @@ without a message. The schedule (parameters/unshard_schedule.py) decides when un
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -71,9 +72,12 @@ class ReleasedParameters(Storage):
             [[Member(i, names[i], parameters[i], whole[i]) for i in each if i in whole] for each in self._unit_members]
             for whole in (self._whole, self._computed_with)
         )
-        abort = self._backend.abort
+        abort, reducer = self._backend.abort, self._reducer
         self._unit_rows = [[self.rows[index] for index in plan.indices] for plan in plans] if self.rows else []
         self.schedule = UnitSchedule(units, plans, members, abort, compute_members=compute_members, **options)
+        reducer.send_first(True)
+        self.schedule.rounds = lambda: reducer.rounds
+        self.schedule.on_nested_backward = functools.partial(reducer.send_first, False)
         for table in (self._table.parameters, self._table.module_parameters):
             self.schedule.number_of.update({id(each): number for number, each in enumerate(table)})
         for number, plan in enumerate(plans):

@@ -258,7 +258,7 @@ def find_tensors(value: Any) -> Iterator[torch.Tensor]:
 def run_when_ready(tensor: torch.Tensor) -> torch.Tensor:
     """Let the backward of `tensor` run as soon as its gradient is known, and return it.
 
-    A backward prefers what the forward did last, so casts at the begin of a forward would all come at its end, and no
+    A backward prefers what the forward did last, so casts at the start of a forward would all come at its end, and no
     gradient would travel before.
     """
     set_number = getattr(tensor.grad_fn, "_set_sequence_nr", None)

@@ -5,7 +5,6 @@ Features that only the host supports raise an error that names the feature.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -102,9 +101,6 @@ class CudaBackend:
         made = DeviceUnitMemory(self, self.row, reducer, request)
         reducer.set_order(weakly(made.digest, 0))
         made.schedule.pass_over = reducer.pass_over
-        reducer.send_first(True)
-        made.schedule.rounds = lambda: reducer.rounds
-        made.schedule.on_nested_backward = functools.partial(reducer.send_first, False)
         return made
 
     def exchange(self, compress: Compressor, like: torch.Tensor) -> DeviceExchange:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -79,11 +78,7 @@ class HostBackend:
                 f"hosts, and slices are kept {'by each replica' if slicing.is_replicated else 'once'}"
             )
         folder = offload_folder(offload_place(request.options.offload, "parameters"))
-        made = UnitMemory(self, reducer, request, coded=coded, folder=folder)
-        reducer.send_first(True)
-        made.schedule.rounds = lambda: reducer.rounds
-        made.schedule.on_nested_backward = functools.partial(reducer.send_first, False)
-        return made
+        return UnitMemory(self, reducer, request, coded=coded, folder=folder)
 
     def exchange(self, compress: Compressor, like: torch.Tensor) -> None:
         return None
