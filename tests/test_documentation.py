@@ -60,6 +60,16 @@ def test_the_flows_name_calls_that_exist():
                 assert not name or name in _defined(ast.parse(path.read_text())), step
 
 
+def test_the_design_is_at_most_twenty_chapters_that_name_files_which_exist():
+    chapters = [page for page in (ROOT / "docs" / "design").glob("*.md") if page.name != "README.md"]
+    assert len(chapters) <= 20
+    for page in chapters:
+        files = set(re.findall(r"`([\w./]+/\w+\.(?:c|h|cu|py|jsonl?|md))`", page.read_text()))
+        roots = (ROOT, ROOT / "python", ROOT / "python" / "shardwright")
+        assert files, page.name
+        assert {file for file in files if not any((root / file).exists() for root in roots)} == set(), page.name
+
+
 def _defined(node: ast.AST, outer: str = "") -> set[str]:
     found: set[str] = set()
     for each in ast.iter_child_nodes(node):

@@ -65,7 +65,7 @@ class Options:
         where a host shares one copy, or each rank gathers units.
     precision : {"bf16", "fp16", "fp32"}, Precision, or dict of module names to them, optional
         The dtypes in which the module computes. Parameters are then float32 (low-precision ones are converted), serve
-        as their own masters, and are cast during the wrapper's forward. None: no cast. See docs/design/precision.md.
+        as their own masters, and are cast during the wrapper's forward. None: no cast. See docs/design/optim.md.
     compress : Fp16, Bf16, Int8, Int4, PowerSGD or "auto", optional
         The format in which gradients travel; it excludes a communication hook. "auto" compresses only where that pays
         off: never inside one host or between GPUs. Between hosts (at zero=0) it times five plain rounds, then all ranks
@@ -75,7 +75,7 @@ class Options:
     offload : {"cpu", "nvme:<folder>"} or dict of "parameters" and "optimizer" to them, optional
         The place of the state and the masters of sw.optim's optimizers, with the same bits. "nvme:<folder>": an unnamed
         file per rank, which a step streams through three buffers of 16 MiB. "cpu": host memory, for parameters on a
-        GPU; the step then runs on the host in batches, overlapped with copies. See docs/design/zero_offload.md.
+        GPU; the step then runs on the host in batches, overlapped with copies. See docs/design/activations.md.
         "parameters", at zero=3 with share_parameters=False on CPUs: the place of all slices, with the same bits. "nvme:<folder>":
         one unnamed file per host, from which units are gathered; it needs sw.optim. "cpu" has no effect on CPUs.
     partition : {"auto", "flat", "tensor"}
@@ -139,7 +139,7 @@ class Options:
     prefetch : int
         On GPUs. At zero=3: the units gathered ahead of the running one; each after the first takes the largest unit's
         memory. At zero=1 and 2, unless 0: gathers of parameters run on behind a step, and a unit's forward waits for
-        its own (docs/design/gpu_gathers.md).
+        its own (docs/design/gpu.md).
     gather : {None, "int8"}
         At zero=3 with share_parameters=False: the form from which float32 parameters are gathered. "int8": records of
         32 elements, 8-bit integers and one float32 scale, which each rank encodes from its slices after every step. The
@@ -152,7 +152,7 @@ class Options:
     check_every : int, optional
         Check every `check_every` steps that ranks hold equal parameters and that averaged gradients are finite. All
         ranks raise an Error that names the parameter and the rank. A check costs two or three passes over the model's
-        bytes and no message (docs/design/replica_check.md). Ranks must not step on their own inside no_sync().
+        bytes and no message (docs/design/reduce.md). Ranks must not step on their own inside no_sync().
 
     Raises
     ------
