@@ -20,7 +20,7 @@ LINES = {
     "shardwright/layout": 1_266,
     "shardwright/observe": 1_482,
     "shardwright/optim": 4_084,
-    "shardwright/options": 1_146,
+    "shardwright/options": 1_142,
     "shardwright/parallel": 6_247,
     "shardwright/parameters": 5_164,
     "shardwright/torch_compat": 1_618,

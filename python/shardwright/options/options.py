@@ -292,15 +292,21 @@ def text_of_group(key: Any) -> str:
 def describes_options(keywords: Any) -> Callable[[_Made], _Made]:
     """Show the keywords of `**options` in a call's signature and, where it asks for them, its docstring: basic ones first."""
 
+    def parameter(name: str) -> inspect.Parameter:
+        kind, type_ = inspect.Parameter.KEYWORD_ONLY, Options.__annotations__[name]
+        return inspect.Parameter(name, kind, default=getattr(Options, name), annotation=type_)
+
+    def place(each: inspect.Parameter) -> tuple[int, float]:
+        """Return where a parameter stands: basic options, keywords that are no options, expert options."""
+        at = names.index(each.name) if each.name in names else BASIC_COUNT - 0.5
+        return each.kind, at if each.kind == each.KEYWORD_ONLY else 0
+
     def describe(call: Any) -> Any:
         signature = inspect.signature(call)
-        shown = [
-            each for name, each in signature.parameters.items() if name[0] != "_" and each.kind != each.VAR_KEYWORD
-        ]
-        names = [name for name in FIELDS if name in keywords.__annotations__ and name not in signature.parameters]
-        shown += [_parameter(name, getattr(Options, name), keywords) for name in names]
-        shown.sort(key=lambda each: (each.kind, each.kind == each.KEYWORD_ONLY and _rank(each.name)))
-        setattr(call, "__signature__", signature.replace(parameters=shown))
+        given = signature.parameters
+        shown = [each for each in given.values() if each.name[0] != "_" and each.kind != each.VAR_KEYWORD]
+        shown += [parameter(name) for name in names if name in keywords.__annotations__ and name not in given]
+        call.__signature__ = signature.replace(parameters=sorted(shown, key=place))
         if call.__doc__:  # python -OO has none
             basic, _, expert = (Options.__doc__ or "").partition("\n\n    Other Parameters\n    ----------------\n")
             basic, expert = basic.partition("----------\n")[2], expert.partition("\n\n    Raises")[0]
@@ -309,15 +315,5 @@ def describes_options(keywords: Any) -> Callable[[_Made], _Made]:
                 call.__doc__ = call.__doc__.replace(placeholder, described + "\n")
         return call
 
-    return describe
-
-
-def _parameter(name: str, default: Any, keywords: Any) -> inspect.Parameter:
-    annotation = keywords.__annotations__[name].__forward_arg__
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _rank(name: str) -> int:
-    """Return where a keyword stands in a listing: basic options, those that are no option, expert ones."""
     names = list(FIELDS)
-    return BASIC_COUNT if name not in names else names.index(name) + (names.index(name) >= BASIC_COUNT)
+    return describe
