@@ -130,8 +130,8 @@ def layout() -> Drawing:
     d.text(
         20,
         250,
-        "On its rank alone lie: zero=1, a slice's optimizer state; zero=2, its averaged gradient too; zero=3, its parameters too.",
-        size=12,
+        "A slice's rank alone has: zero=1 its optimizer state, zero=2 its averaged gradient too, zero=3 its parameters too.",
+        size=11.5,
     )
     d.text(
         20,
