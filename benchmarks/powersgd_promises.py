@@ -1,6 +1,6 @@
 """Check of the laws of PowerSGD hooks, torch's and ours: two ranks over Gloo, one matrix of 40 x 30. Prints a table.
 
-Nothing is timed. Each row is a law of docs/design/compress_promises.md, and both hooks get the same gradients.
+Nothing is timed. Each row is a law of docs/design/compress.md, and both hooks get the same gradients.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-/* commit.c - see commit.h for the rule and the order, docs/design/checkpoint_directory.md and
- * docs/design/checkpoint.md for why.
+/* commit.c - see commit.h for the rule and the order, docs/design/checkpoint.md
+ * for why.
  *
  * An inner folder may be empty or hold listed files: removing it loses nothing. A link or a pipe in
  * place of a file counts as damage; the target of a link stays. */

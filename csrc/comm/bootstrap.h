@@ -1,5 +1,5 @@
 /* bootstrap.h - how the ranks of a host meet: each proves to the first, the root, that it knows the
- * group's secret, and gets file descriptors from it. See docs/design/comm_join.md.
+ * group's secret, and gets file descriptors from it. See docs/design/comm.md.
  *
  * Idea: the root creates shared memory and passes it on over a *star of links*, one connection from
  * each rank to it. Caller and listener first prove to each other that they know the secret, without

@@ -1,4 +1,4 @@
-/* block_round.c - a bucket as records of block-scaled integers: see docs/design/compress_codecs.md.
+/* block_round.c - a bucket as records of block-scaled integers: see docs/design/compress.md.
  */
 #include <stdlib.h>
 #include <string.h>

@@ -3,7 +3,7 @@
  *
  * A compressor knows its parameters by number. A bucket is a list of *members*: parameters and
  * where they lie. `average` runs one bucket over an exchange (comm/exchange.h). It changes state
- * only when the bucket's result is finite on every rank (docs/design/compress_codecs.md).
+ * only when the bucket's result is finite on every rank (docs/design/compress.md).
  *
  * Names, state dicts and the checks of loaded states are Python's (compress/state.py).
  *

@@ -1,5 +1,5 @@
 /* powersgd_round.c - a bucket through matrices of low rank: one message with P and all small
- * parameters, one with Q. See powersgd.h and docs/design/compress_codecs.md. */
+ * parameters, one with Q. See powersgd.h and docs/design/compress.md. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

@@ -6,7 +6,7 @@
  *   blocks    records: one float32 scale and `block` signed codes of 8 or 4 bits
  *   low rank  the passes of PowerSGD over one matrix. The error is never stored. The memory M holds
  *             gradient plus error, and each reader of M subtracts leftᵀ right, which was sent.
- * docs/design/compress_codecs.md has the formulas.
+ * docs/design/compress.md has the formulas.
  *
  * Every kernel table gives the same bits: sums run over 16 lanes that are added in one fixed order,
  * and no multiply-add is contracted.

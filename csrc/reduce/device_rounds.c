@@ -1,5 +1,5 @@
 /* device_rounds.c - the reducer's table for buckets on a GPU, ordered only by events: see
- * docs/design/reduce_machine.md.
+ * docs/design/reduce.md.
  *
  * Idea: three kinds of streams. The caller's streams in use write gradients; the communicator's
  * stream averages bucket after bucket; the consumer, the stream in use as the round ends, runs the

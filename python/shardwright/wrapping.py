@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -25,6 +25,7 @@ from .optim.offload import make_route, make_store
 from .optim.rules import resolve
 from .optim.sharded import ShardedOptimizer
 from .options.checks import offload_folder, offload_kinds, offload_place
+from .options.keywords import WrapOptions
 from .options.names import offers_names
 from .options.options import Options, describes_options
 from .parallel import out_of_memory
@@ -45,34 +46,32 @@ from .torch_compat.dtensor import held_tensor, is_dtensor
 from .torch_compat.internals import original_of
 from .torch_compat.optimizers import step_hooks, takes_hooks
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 out_of_memory.memory_of = memory_of
 
 
 @overload
 def wrap(
-    module: torch.nn.Module, optimizer: None = None, *, zero: int = 0, **options: Any
+    module: torch.nn.Module, optimizer: None = None, **options: Unpack[WrapOptions]
 ) -> DistributedDataParallel: ...
 @overload
 def wrap(
-    module: torch.nn.Module, optimizer: torch.optim.Optimizer, *, zero: int = 0, **options: Any
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[WrapOptions]
 ) -> tuple[DistributedDataParallel, torch.optim.Optimizer]: ...
 
 
 @offers_names
-@describes_options
+@describes_options(WrapOptions)
 @on_every_rank("sw.wrap()")
 def wrap(
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    zero: int = 0,
-    precision: Any = None,
-    compress: Any = None,
-    clip_grad_norm: float | None = None,
-    offload: Any = None,
-    partition: str = "auto",
     init: Callable[[torch.nn.Module], object] | bool | None = None,
     weights: Any = None,
+    mixed_precision: Any = None,
     **options: Any,
 ) -> Any:
     """Wrap `module` to train together with the other ranks.
@@ -85,6 +84,8 @@ def wrap(
         An optimizer. At zero=0 it is returned unchanged; at other stages an optimizer that steps on this rank's slices
         replaces it. For bfloat16 or float16 parameters it steps on their float32 masters, `state[p]["master"]`, at
         every stage, including 0.
+    **options
+        The basic fields of Options.
     init : callable or True, optional
         Build a module of the meta device: give its tensors memory and the values of sw.materialize(module, init=init)
         from rank 0's torch generator. True: by the modules' own code. Parameters keep their identity. At zero=3 with
@@ -93,8 +94,11 @@ def wrap(
         Build a module of the meta device, or take any other, and call load_pretrained(wrapped, weights). Only modules
         with buffers that are not stored are initialised. With load_pretrained's options: a tuple (weights, options), such
         as (folder, {"strict": False}) for a stage of a pipeline, which lacks the other stages' names.
+
+    Other Parameters
+    ----------------
     **options
-        Fields of Options:
+        The expert fields of Options.
     mixed_precision : optional
         torch's policy of param_dtype, reduce_dtype and buffer_dtype, instead of `precision`.
 
@@ -128,12 +132,12 @@ def wrap(
     >>> model(torch.ones(2, 4)).sum().backward()
     >>> optimizer.step()
     """
-    mixed_precision = options.pop("mixed_precision", None)
-    if mixed_precision is not None and precision is not None:
-        raise ValueError("mixed_precision= and precision= were both given: pass one of them")
-    policy = precision if mixed_precision is None else precision_of(mixed_precision)
-    stage = {"zero": zero, "precision": policy, "compress": compress, "offload": offload}
-    given = Options.from_keywords({**options, **stage, "partition": partition, "clip_grad_norm": clip_grad_norm})
+    if mixed_precision is not None:
+        if options.get("precision") is not None:
+            raise ValueError("mixed_precision= and precision= were both given: pass one of them")
+        options["precision"] = precision_of(mixed_precision)
+    given = Options.from_keywords(options)
+    clip_grad_norm, partition = given.clip_grad_norm, given.partition
     if clip_grad_norm is not None and optimizer is None:
         raise ValueError(f"clip_grad_norm={clip_grad_norm!r} needs the optimizer, whose steps begin with it")
     if not isinstance(module, torch.nn.Module):
@@ -143,9 +147,10 @@ def wrap(
         raise TypeError(f"wrap needs a torch.nn.Module, got {got}{remedy}")
     if unwrap(module) is not module and isinstance(original_of(module), TorchDDP):
         raise Error("this module is wrapped already: use it as it is, or pass sw.unwrap(module) to wrap it again")
-    if policy is not None and compress is not None and PrecisionPlan(module, policy).compressor() is not None:
+    policy = given.precision
+    if policy is not None and given.compress is not None and PrecisionPlan(module, policy).compressor() is not None:
         raise ValueError(
-            f"reduce_dtype and compress={compress} both set the wire format of gradients: pass one of them"
+            f"reduce_dtype and compress={given.compress} both set the wire format of gradients: pass one of them"
         )
     ignored = {each if isinstance(each, str) else id(each) for each in given.ignored_params}
     members = [p for name, p in module.named_parameters() if id(p) not in ignored and name not in ignored]
@@ -155,7 +160,7 @@ def wrap(
     ranks = ModelRanks.beside(members, group, stored)
     values = "a function" if callable(init) else str(init) if init is None or init is True else type(init).__name__
     built = {"option init": values, "option weights": "none" if weights is None else "given"}
-    _agree_on_optimizer(group, ranks, module, optimizer, zero, partition, offload, clip_grad_norm, built)
+    _agree_on_optimizer(group, ranks, module, optimizer, given.zero, partition, given.offload, clip_grad_norm, built)
     sources = Values(init, weights, optimizer)
     wrapped = DistributedDataParallel(module, mixed_precision=mixed_precision, _options=given, _values=sources)
     try:

@@ -3,7 +3,7 @@
  * and memory are the same.
  *
  * Laws, of each host: an agreement takes at most 7 ceil(log_8 H) messages, and as many frames of
- * bytes as docs/design/hosts_control.md says; what ranks say beside it adds (W - L) n bytes by
+ * bytes as docs/design/hosts.md says; what ranks say beside it adds (W - L) n bytes by
  * rank, (H - 1) n by host, and n a message where it is merged. A host has connections to the hosts
  * of these messages alone. Results are right. */
 #include <pthread.h>
@@ -327,7 +327,7 @@ static void *run_host(void *argument)
 
 /* ---- the law ---- */
 
-typedef struct formula { /* of docs/design/hosts_control.md */
+typedef struct formula { /* of docs/design/hosts.md */
     uint64_t messages, frame_bytes;
     uint64_t connections;
 } formula;

@@ -1,4 +1,4 @@
-"""Random training programs, each run by the engine on W ranks and by a naive oracle in one process: docs/design/programs.md.
+"""Random training programs, each run by the engine on W ranks and by a naive oracle in one process: docs/design/zero.md.
 
 text.py      a program is Python text, of a setup and statements
 statements.py, others.py  the statements: of training itself, and of what other code does around a wrapped module

@@ -161,6 +161,6 @@ def auto(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     lines: list[str] = []
     with mock.patch.object(auto_compression._logger, "info", lambda text, *given: lines.append(text % given)):
         model = sw.wrap(gpus.adopt_module(Mlp()), compress="auto")
-    said = "compress='auto': none, because nothing is measured between GPUs: see docs/design/gpu.md"
+    said = "compress='auto': none, because nothing is measured between GPUs: see docs/design/compress.md"
     assert lines == [said] * (rank == 0)
     assert "compress" not in sw.stats()["models"][-1] and model.compression_state is None

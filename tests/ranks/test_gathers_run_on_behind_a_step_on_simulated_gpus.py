@@ -1,6 +1,6 @@
 """Law: at zero=1 and 2 on GPUs a step returns before its parameters are gathered. A unit's forward waits for that
 unit's gather, any other read of a parameter for that parameter's, and the host never. Without such a wait the
-simulation reports a race (docs/design/gpu_gathers.md).
+simulation reports a race (docs/design/gpu.md).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Law: with n bytes of gradients and n of parameters, NCCL moves 2 n at zero=0, 3 n at zero=1, 2 n at zero=2, and at
-zero=3 n and what units gather (docs/design/gpu_gathers.md). The losses are equal, bit for bit.
+zero=3 n and what units gather (docs/design/gpu.md). The losses are equal, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Law: at zero=3 on GPUs `prefetch=` units, or those that the program names, are gathered ahead of the running one,
-each once. The bits are those of no prefetch at every depth (docs/design/gpu_gathers.md).
+each once. The bits are those of no prefetch at every depth (docs/design/gpu.md).
 """
 
 from __future__ import annotations

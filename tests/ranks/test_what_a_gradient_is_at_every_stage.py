@@ -1,4 +1,4 @@
-"""Laws of `.grad` and its accessors at zero >= 2, beyond those of the averages: docs/design/zero_promises.md lists
+"""Laws of `.grad` and its accessors at zero >= 2, beyond those of the averages: docs/design/zero.md lists
 them.
 """
 

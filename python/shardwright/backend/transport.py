@@ -1,4 +1,4 @@
-"""The transport between GPUs: NCCL, or slots in memory of one host. See docs/design/gpu_slots.md.
+"""The transport between GPUs: NCCL, or slots in memory of one host. See docs/design/gpu.md.
 
 The ranks exchange facts of their GPUs, and each makes the same choice from them.
 """

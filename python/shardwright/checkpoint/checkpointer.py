@@ -11,7 +11,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from .._engine import CheckpointError, Error
 from ..comm.signals import SaveSignals, StopRequest, check_signals
@@ -146,9 +146,9 @@ class Checkpointer:
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: int | None = None,
-        best: str = "min",
-        snapshot: str = "copy",
-        on_busy: str = "wait",
+        best: Literal["min", "max"] = "min",
+        snapshot: Literal["copy", "lazy"] = "copy",
+        on_busy: Literal["wait", "skip", "raise"] = "wait",
         process_group: Any = None,
         max_file_bytes: int = MAX_FILE_BYTES,
         threads: int = 2,
@@ -197,14 +197,14 @@ class Checkpointer:
             can_hook = bool(steppers) and all(takes_hooks(stepping_optimizer(each)) for each in steppers)
             if snapshot == "lazy" and not can_hook:
                 kind = type(optimizer).__name__
-                given = (
+                got = (
                     "none" if optimizer is None else f"a {kind}, which has no register_step_pre_hook() that torch calls"
                 )
                 raise ValueError(
-                    f"snapshot='lazy' copies in the optimizer's step: it needs a torch.optim.Optimizer, got {given}"
+                    f"snapshot='lazy' copies in the optimizer's step: it needs a torch.optim.Optimizer, got {got}"
                 )
             self._observers = observers_of(model)
-            compared = {"on_busy": on_busy, "max_file_bytes": file_bytes, "verify": bool(verify)}
+            compared: dict[str, Any] = {"on_busy": on_busy, "max_file_bytes": file_bytes, "verify": bool(verify)}
             compared |= {"save_on": [each.name for each in self._save_on]}
             compared |= {"memory_every": memory_every, "memory_replicas": memory_replicas}
             return compared, (file_bytes, writers, bandwidth, address, rules)

@@ -17,7 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -185,8 +185,8 @@ class _Job:
             why = why or "ranks on several hosts"
         for engine in engines_of(training.model):
             options, replicas = engine.options, engine.replicas
-            given = {"groups=": options.groups, "offload=": options.offload, "device_mesh=": options.device_mesh}
-            given["process_group="] = options.process_group
+            names = ("groups", "offload", "device_mesh", "process_group")
+            given: dict[str, Any] = {f"{name}=": getattr(options, name) for name in names}
             given["a module of fully_shard"] = any(each.has_rows for each in replicas)
             given["a GPU"] = any(each.link is not None for each in replicas)
             given["DTensors"] = any(each.model_ranks is not None for each in replicas)

@@ -1,4 +1,4 @@
-"""A store for one start of the ranks, inside a launcher's store that outlives them. docs/design/restart.md has the design.
+"""A store for one start of the ranks, inside a launcher's store that outlives them. docs/design/in_place.md has the design.
 
 Rank 0 draws a prefix. Each rank asks for it under its own number and accepts only the answer to that number, which only
 a living rank 0 can write. All go on once all ranks of this start have confirmed.

@@ -1,4 +1,4 @@
-"""The rendezvous of a group's ranks before they share memory: through torch's store, as a tree (docs/design/hosts_control.md).
+"""The rendezvous of a group's ranks before they share memory: through torch's store, as a tree (docs/design/hosts.md).
 
 Rank r writes its own line and the lines of its subtree (FAN_OUT children a rank) under one key, which its parent reads.
 Rank 0 thus gets all lines, finds which ranks share a host, and writes one key a host and one with the map.

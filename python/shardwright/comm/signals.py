@@ -1,7 +1,7 @@
 """Signals after which a training saves and ends: SIGTERM of a launcher, SIGUSR1 before SLURM's time limit.
 
 A signal reaches ranks at different steps, or only some ranks. All learn of it in the same round, and without a signal
-that costs nothing (StopRequest; docs/design/restart.md).
+that costs nothing (StopRequest; docs/design/in_place.md).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Wire:
     accepted. A forked child closes the sockets that `before` lacks: they would outlive a killed process.
     """
 
-    #: rate below which carriers send packets (docs/design/hosts_packets.md); the engine reads it once
+    #: rate below which carriers send packets (docs/design/hosts.md); the engine reads it once
     slow_bytes_per_s = 300_000_000
 
     def __init__(

@@ -1,7 +1,7 @@
 """sw.trace(): record a few steps of every rank, and write them as one file for Perfetto or chrome://tracing.
 
 A rank records alone and sends nothing. At its end it writes a part beside the file; the rank that finds the parts of all
-ranks there merges them (trace_merge.py). docs/design/observe.md.
+ranks there merges them (trace_merge.py). docs/design/account.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tensors that DiLoCo averages, and the ranks that average them. docs/design/local_steps.md has the reasons.
+"""The tensors that DiLoCo averages, and the ranks that average them. docs/design/compress.md has the reasons.
 
 Without a mesh, all ranks average whole parameters. On a mesh (replicate, shard), the ranks of a column own the same
 slices and average them, and a row has whole parameters again once all of its ranks have stepped on their slices:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
-from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from .checks import Check, among, check_units, count, number, offload_kinds, switch
-from .compress import check_compressor
+from .compress import Compressor, check_compressor
+from .keywords import CommunicatorOf, Gather, Partition, Reduce, SparseGradients, Transport, WriteGuard, Zero
 from .names import near, offers_fields, unknown_name
 from .precision import Precision
 
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .keywords import PrecisionLike
+
+#: the first fields of Options, which most programs need; each listing names them first
+BASIC_COUNT = 10
 _MIB = 1024 * 1024
 _Made = TypeVar("_Made")
 
@@ -63,21 +74,28 @@ class Options:
     zero : {0, 1, 2, 3}
         The stage. 0 slices nothing over ranks, 1 the optimizer's state, 2 also averaged gradients, 3 also parameters,
         where a host shares one copy, or each rank gathers units.
+    share_parameters : {"auto", True, False}
+        At zero=3. True, and "auto": the ranks of a host share one copy of the parameters. False: each rank keeps its
+        slices and gathers units while they are used.
     precision : {"bf16", "fp16", "fp32"}, Precision, or dict of module names to them, optional
         The dtypes in which the module computes. Parameters are then float32 (low-precision ones are converted), serve
-        as their own masters, and are cast during the wrapper's forward. None: no cast. See docs/design/precision.md.
+        as their own masters, and are cast during the wrapper's forward. None: no cast. See docs/design/optim.md.
     compress : Fp16, Bf16, Int8, Int4, PowerSGD or "auto", optional
         The format in which gradients travel; it excludes a communication hook. "auto" compresses only where that pays
         off: never inside one host or between GPUs. Between hosts (at zero=0) it times five plain rounds, then all ranks
         make the same choice. None: uncompressed.
-    clip_grad_norm : float, optional
-        Each optimizer.step() begins with sw.clip_grad_norm_(module, clip_grad_norm). Needs the optimizer.
     offload : {"cpu", "nvme:<folder>"} or dict of "parameters" and "optimizer" to them, optional
         The place of the state and the masters of sw.optim's optimizers, with the same bits. "nvme:<folder>": an unnamed
         file per rank, which a step streams through three buffers of 16 MiB. "cpu": host memory, for parameters on a
-        GPU; the step then runs on the host in batches, overlapped with copies. See docs/design/zero_offload.md.
+        GPU; the step then runs on the host in batches, overlapped with copies. See docs/design/activations.md.
         "parameters", at zero=3 with share_parameters=False on CPUs: the place of all slices, with the same bits. "nvme:<folder>":
         one unnamed file per host, from which units are gathered; it needs sw.optim. "cpu" has no effect on CPUs.
+    units : "auto", "size", float, type or collection of types
+        At zero=3 without sharing: the cut into units. "auto": modules that sw.fully_shard marked, or else repeated
+        blocks. "size": modules of at least 32 MiB; a number: of that many MiB. Types: modules of these types. Other
+        parameters belong to the whole module's own unit.
+    clip_grad_norm : float, optional
+        Each optimizer.step() begins with sw.clip_grad_norm_(module, clip_grad_norm). Needs the optimizer.
     partition : {"auto", "flat", "tensor"}
         How an optimizer is sliced at zero >= 1. "auto": flat slices, for optimizers known to be elementwise. "flat":
         flat slices; the caller guarantees that it is elementwise. "tensor": whole tensors, balanced over ranks.
@@ -88,14 +106,14 @@ class Options:
         A mesh of one dimension: its group is used. A mesh of two, (replicate, shard): all its ranks average gradients;
         the stage slices inside a row, and all rows keep the same bits. Traffic is least where each row lies on one
         host. Not together with `process_group`.
+
+    Other Parameters
+    ----------------
     groups : dict of str or Module to DeviceMesh or ProcessGroup, optional
         Parameters that are replicated over fewer ranks (experts), and those ranks. A key is a module, or a pattern of
         fnmatch for names of parameters or of modules around them ("layers.*.experts"). The parameters must be DTensors
         over the remaining ranks: the group times their mesh are the ranks of all other parameters. Their gradients are
         summed over the group and divided by the number of ranks of all other parameters. See docs/compose.md.
-    bucket_cap_mb : float
-        The largest gradient bucket, MiB; at zero >= 2 on CPUs never above 8. On GPUs at zero=3 each unit and dtype is
-        one bucket. It affects speed and memory only: results do not depend on it.
     timeout_s : float
         The seconds that a rank waits for another before CommTimeoutError.
     warn_after_s : float, optional
@@ -104,18 +122,9 @@ class Options:
     silent_s : float, optional
         On CPUs: the seconds after which a stopped rank (SIGSTOP), or a host that acknowledges nothing, is a CommError.
         Default: `timeout_s`, since debuggers, job control and SLURM stop ranks and continue them.
-    broadcast_buffers : bool
-        Broadcast buffers from rank 0 at construction and before each forward, by torch's rules.
-    init_sync : bool
-        Broadcast parameters and buffers from rank 0 at construction. Their table is compared in any case.
-    gradient_as_bucket_view, find_unused_parameters, static_graph : bool
-        Accepted like torch's. Gradients are always views of buckets, and one that the program keeps is moved out before
-        its bucket is written to again. Unused parameters are always handled.
     sparse_gradients : {"auto", "dense"}
         Gradients of nn.Embedding(sparse=True). "auto": at zero=0 on CPUs, without `precision`, they stay sparse, and
         their rows are gathered; elsewhere they are made dense, with one warning. "dense": made dense, without a warning.
-    ignored_params : collection of Parameter or str
-        Parameters left alone: neither broadcast nor averaged.
     reduce : {"mean", "sum"}
         The reduction of contributions. A sum leaves the scale to the loss.
     deterministic : bool
@@ -127,19 +136,10 @@ class Options:
         between our steps, never inside a backward. A failing rank or a passed deadline aborts torch's communicator too.
     transport : {"auto", "pool", "staged"}
         The place of gradient memory: shared between ranks, or private and staged through slots. The bits are the same.
-    share_parameters : {"auto", True, False}
-        At zero=3. True, and "auto": the ranks of a host share one copy of the parameters. False: each rank keeps its
-        slices and gathers units while they are used.
-    units : "auto", "size", float, type or collection of types
-        At zero=3 without sharing: the cut into units. "auto": modules that sw.fully_shard marked, or else repeated
-        blocks. "size": modules of at least 32 MiB; a number: of that many MiB. Types: modules of these types. Other
-        parameters belong to the whole module's own unit.
-    reshard_after_forward : bool
-        At zero=3 without sharing: release units between forward and backward, except for the outermost one.
     prefetch : int
         On GPUs. At zero=3: the units gathered ahead of the running one; each after the first takes the largest unit's
         memory. At zero=1 and 2, unless 0: gathers of parameters run on behind a step, and a unit's forward waits for
-        its own (docs/design/gpu_gathers.md).
+        its own (docs/design/gpu.md).
     gather : {None, "int8"}
         At zero=3 with share_parameters=False: the form from which float32 parameters are gathered. "int8": records of
         32 elements, 8-bit integers and one float32 scale, which each rank encodes from its slices after every step. The
@@ -152,7 +152,21 @@ class Options:
     check_every : int, optional
         Check every `check_every` steps that ranks hold equal parameters and that averaged gradients are finite. All
         ranks raise an Error that names the parameter and the rank. A check costs two or three passes over the model's
-        bytes and no message (docs/design/replica_check.md). Ranks must not step on their own inside no_sync().
+        bytes and no message (docs/design/reduce.md). Ranks must not step on their own inside no_sync().
+    ignored_params : collection of Parameter or str
+        Parameters left alone: neither broadcast nor averaged.
+    reshard_after_forward : bool
+        At zero=3 without sharing: release units between forward and backward, except for the outermost one.
+    bucket_cap_mb : float
+        The largest gradient bucket, MiB; at zero >= 2 on CPUs never above 8. On GPUs at zero=3 each unit and dtype is
+        one bucket. It affects speed and memory only: results do not depend on it.
+    broadcast_buffers : bool
+        Broadcast buffers from rank 0 at construction and before each forward, by torch's rules.
+    init_sync : bool
+        Broadcast parameters and buffers from rank 0 at construction. Their table is compared in any case.
+    gradient_as_bucket_view, find_unused_parameters, static_graph : bool
+        Accepted like torch's. Gradients are always views of buckets, and one that the program keeps is moved out before
+        its bucket is written to again. Unused parameters are always handled.
 
     Raises
     ------
@@ -162,37 +176,39 @@ class Options:
         For a value that is not supported yet.
     """
 
-    zero: int = _option(0, among(0, 1, 2, 3))
-    precision: Any = _option(None, _check_precision)
-    compress: Any = _option(None)
-    clip_grad_norm: float | None = _option(None, number(also="None or "), alike=False)
+    zero: Zero = _option(0, among(*get_args(Zero)))
+    share_parameters: bool | Literal["auto"] = _option("auto", among("auto", True, False), zero=(3,))
+    precision: PrecisionLike | Mapping[str, PrecisionLike] | None = _option(None, _check_precision)
+    compress: Compressor | Literal["auto"] | None = _option(None)
     offload: str | Mapping[str, str | None] | None = _option(None, lambda name, value: offload_kinds(value))
-    partition: str = _option("auto", among("auto", "flat", "tensor"), alike=False)
-    process_group: Any = _option(None, alike=False)
-    device_mesh: Any = _option(None, _check_mesh)
-    groups: Any = _option(None, _check_groups, alike=False)
-    bucket_cap_mb: float = _option(25, number("MiB", 2**40))
+    units: float | Literal["auto", "size"] | type[torch.nn.Module] | Collection[type[torch.nn.Module]] = _option(
+        "auto", check_units, zero=(3,)
+    )
+    clip_grad_norm: float | None = _option(None, number(also="None or "), alike=False)
+    partition: Partition = _option("auto", among(*get_args(Partition)), alike=False)
+    process_group: ProcessGroup | None = _option(None, alike=False)
+    device_mesh: DeviceMesh | None = _option(None, _check_mesh)
+    groups: Mapping[Any, DeviceMesh | ProcessGroup] | None = _option(None, _check_groups, alike=False)
     timeout_s: float = _option(1800.0, number("seconds", 1e9))
     warn_after_s: float | None = _option(30.0, number("seconds", 1e9, "None or 0 for never, or ", (None, 0)))
     silent_s: float | None = _option(None, number("seconds", 1e6))
+    sparse_gradients: SparseGradients = _option("auto", among(*get_args(SparseGradients)), alike=False)
+    reduce: Reduce = _option("mean", among(*get_args(Reduce)))
+    deterministic: bool = _option(False, switch)
+    communicator: CommunicatorOf = _option("own", among(*get_args(CommunicatorOf)))
+    transport: Transport = _option("auto", among(*get_args(Transport)))
+    prefetch: int = _option(1, count(0, 1024, "a number of units in [0, 1024]"))
+    gather: Gather | None = _option(None, among(None, *get_args(Gather)), zero=(3,))
+    write_guard: WriteGuard | None = _option("auto", among(*get_args(WriteGuard), None), zero=(3,))
+    check_every: int | None = _option(None, count(1, float("inf"), "None or a number of steps, at least 1"))
+    ignored_params: Collection[torch.nn.Parameter | str] = _option((), _check_ignored, alike=False)
+    reshard_after_forward: bool = _option(True, switch, zero=(3,))
+    bucket_cap_mb: float = _option(25, number("MiB", 2**40))
     broadcast_buffers: bool = _option(True, switch, alike=False)
     init_sync: bool = _option(True, switch)
     gradient_as_bucket_view: bool = _option(False, switch, alike=False)
     find_unused_parameters: bool = _option(False, switch, alike=False)
     static_graph: bool = _option(False, switch, alike=False)
-    sparse_gradients: str = _option("auto", among("auto", "dense"), alike=False)
-    ignored_params: Collection[Any] = _option((), _check_ignored, alike=False)
-    reduce: str = _option("mean", among("mean", "sum"))
-    deterministic: bool = _option(False, switch)
-    communicator: str = _option("own", among("own", "borrow"))
-    transport: str = _option("auto", among("auto", "pool", "staged"))
-    units: Any = _option("auto", check_units, zero=(3,))
-    reshard_after_forward: bool = _option(True, switch, zero=(3,))
-    prefetch: int = _option(1, count(0, 1024, "a number of units in [0, 1024]"))
-    share_parameters: Any = _option("auto", among("auto", True, False), zero=(3,))
-    gather: str | None = _option(None, among(None, "int8"), zero=(3,))
-    write_guard: str | None = _option("auto", among("auto", "samples", None), zero=(3,))
-    check_every: int | None = _option(None, count(1, float("inf"), "None or a number of steps, at least 1"))
 
     def __post_init__(self) -> None:
         for name, rules in FIELDS.items():
@@ -273,9 +289,31 @@ def text_of_group(key: Any) -> str:
     return repr(key) if isinstance(key, str) else f"a {type(key).__name__}"
 
 
-def describes_options(function: _Made) -> _Made:
-    """Complete a docstring that ends its Parameters with `**options` by the descriptions of Options."""
-    described = (Options.__doc__ or "").partition("----------\n")[2].partition("\n\n    Raises")[0]
-    if function.__doc__:  # python -OO has none
-        function.__doc__ = function.__doc__.replace("    **options\n        Fields of Options:\n", described + "\n", 1)
-    return function
+def describes_options(keywords: Any) -> Callable[[_Made], _Made]:
+    """Show the keywords of `**options` in a call's signature and, where it asks for them, its docstring: basic ones first."""
+
+    def parameter(name: str) -> inspect.Parameter:
+        kind, type_ = inspect.Parameter.KEYWORD_ONLY, Options.__annotations__[name]
+        return inspect.Parameter(name, kind, default=getattr(Options, name), annotation=type_)
+
+    def place(each: inspect.Parameter) -> tuple[int, float]:
+        """Return where a parameter stands: basic options, keywords that are no options, expert options."""
+        at = names.index(each.name) if each.name in names else BASIC_COUNT - 0.5
+        return each.kind, at if each.kind == each.KEYWORD_ONLY else 0
+
+    def describe(call: Any) -> Any:
+        signature = inspect.signature(call)
+        given = signature.parameters
+        shown = [each for each in given.values() if each.name[0] != "_" and each.kind != each.VAR_KEYWORD]
+        shown += [parameter(name) for name in names if name in keywords.__annotations__ and name not in given]
+        call.__signature__ = signature.replace(parameters=sorted(shown, key=place))
+        if call.__doc__:  # python -OO has none
+            basic, _, expert = (Options.__doc__ or "").partition("\n\n    Other Parameters\n    ----------------\n")
+            basic, expert = basic.partition("----------\n")[2], expert.partition("\n\n    Raises")[0]
+            for kind, described in (("basic", basic), ("expert", expert)):
+                placeholder = f"    **options\n        The {kind} fields of Options.\n"
+                call.__doc__ = call.__doc__.replace(placeholder, described + "\n")
+        return call
+
+    names = list(FIELDS)
+    return describe

@@ -31,7 +31,7 @@ def begin_auto(replica: Replica, options: Options, choose: Choose) -> None:
     """Start wrap(compress="auto"). Rank 0 logs the choice in one line."""
     group = replica.group
     if not replica.backend.capabilities.sends_beside_backward:
-        _say(group.rank, "none, because nothing is measured between GPUs: see docs/design/gpu.md")
+        _say(group.rank, "none, because nothing is measured between GPUs: see docs/design/compress.md")
     elif group.host_count == 1:
         why = f"none, because all {group.world_size} ranks share one host, whose memory is faster than any codec"
         _say(group.rank, why)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -22,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from .._engine import Error
 from ..layout.memory import copied
 from ..options.compress import Compressor
-from ..options.options import Options, refuse_options
+from ..options.keywords import DDPOptions
+from ..options.options import FIELDS, Options, describes_options, refuse_options
 from ..parameters.building import Values
 from ..torch_compat.foreign_wrappers import guard_from_wrappers, refuse_wrapper
 from ..torch_compat.internals import JoinConfig
@@ -41,6 +41,8 @@ from .engine import Engine, register_face
 from .join import ShadowHook
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ..compress.state import CompressionState, StatesOfParts
 
 
@@ -73,8 +75,8 @@ class DistributedDataParallel(TorchDDP):
         Not supported; the error names the replacement.
     check_reduction, skip_all_reduce_unused_params, batched_grad_copy
         Accepted without effect: the engine always does this.
-    zero, precision, offload, compress, **options
-        Fields of Options, but for partition and clip_grad_norm, which are wrap's.
+    **options
+        The other fields of Options, but for partition and clip_grad_norm, which are wrap's.
 
     Raises
     ------
@@ -91,6 +93,7 @@ class DistributedDataParallel(TorchDDP):
     memory of the parameters' size (rounded up to 128 bytes each).
     """
 
+    @describes_options(DDPOptions)
     def __init__(
         self,
         module: torch.nn.Module,
@@ -114,13 +117,9 @@ class DistributedDataParallel(TorchDDP):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
-        zero: int = 0,
-        precision: Any = None,
-        offload: Any = None,
-        compress: Any = None,
         _options: Options | None = None,
         _values: Values | None = None,
-        **options: Any,
+        **options: Unpack[DDPOptions],
     ) -> None:
         given = dict(locals())
         torch.nn.Module.__init__(self)
@@ -128,11 +127,12 @@ class DistributedDataParallel(TorchDDP):
             check_arguments(given)
             refuse_options(options, ("clip_grad_norm", "partition"), "DistributedDataParallel", "give them to sw.wrap")
             known = [name for name in given if name not in ("self", "options", "module") and name[0] != "_"]
-            options |= {field.name: given[field.name] for field in dataclasses.fields(Options) if field.name in known}
-            options["bucket_cap_mb"] = bucket_cap(bucket_cap_mb, bucket_cap_mb_list)
-            options["broadcast_buffers"] = broadcast_buffers is None or broadcast_buffers
-            options["precision"] = precision if mixed_precision is None else precision_of(mixed_precision)
-            _options = Options.from_keywords(options, also_known=known)
+            taken: dict[str, Any] = {**options, **{name: given[name] for name in known if name in FIELDS}}
+            taken["bucket_cap_mb"] = bucket_cap(bucket_cap_mb, bucket_cap_mb_list)
+            taken["broadcast_buffers"] = broadcast_buffers is None or broadcast_buffers
+            if mixed_precision is not None:
+                taken["precision"] = precision_of(mixed_precision)
+            _options = Options.from_keywords(taken, also_known=known)
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"DistributedDataParallel needs a torch.nn.Module, got {type(module).__name__}")
         first = next(module.parameters(), None)

@@ -86,7 +86,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 def check_arguments(arguments: dict[str, Any]) -> None:
     """Check torch's constructor arguments without a field in Options. Raise for those that cannot work."""
-    if arguments["mixed_precision"] is not None and arguments["precision"] is not None:
+    if arguments["mixed_precision"] is not None and arguments["options"].get("precision") is not None:
         raise ValueError("mixed_precision= and precision= were both given: pass one of them")
     if arguments["delay_all_reduce_named_params"] is not None or arguments["param_to_hook_all_reduce"] is not None:
         raise NotImplementedError(

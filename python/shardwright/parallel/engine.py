@@ -278,7 +278,7 @@ class Engine:
         if is_whole:
             raise Error("this module is wrapped already: pass sw.unwrap(module)")
         options = self.options
-        given = {"precision=": self.precision, "compress=": options.compress, "groups=": options.groups}
+        given: dict[str, Any] = {"precision=": self.precision, "compress=": options.compress, "groups=": options.groups}
         given["a communication hook"] = self.comm_hooks
         for name, value in given.items():
             if value:

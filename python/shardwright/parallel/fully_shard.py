@@ -22,7 +22,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -32,7 +32,8 @@ from ..gradients.sharded_gradient import ShardedGradient
 from ..layout.local_parameters import SHARDED
 from ..layout.param_groups import mark_of
 from ..options.checks import offload_kinds
-from ..options.options import Options, refuse_options
+from ..options.keywords import FullyShardOptions
+from ..options.options import Options, describes_options, refuse_options
 from ..options.precision import Precision
 from ..parameters.building import Values
 from ..parameters.gathered_unit import Unit
@@ -46,6 +47,9 @@ from ..torch_compat.internals import fsdp_module_of_torch, fsdp_policy
 from ..torch_compat.weak import weakly
 from .engine import Engine, engine_of, register_face
 from .unit_calls import reduce_plainly
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -587,11 +591,14 @@ def _marks_of(modules: Sequence[Any], what: str) -> list[Mark]:
 
 
 @overload
-def fully_shard(module: torch.nn.Module, **options: Any) -> torch.nn.Module: ...
+def fully_shard(module: torch.nn.Module, **options: Unpack[FullyShardOptions]) -> torch.nn.Module: ...
 @overload
-def fully_shard(module: Sequence[torch.nn.Module], **options: Any) -> Sequence[torch.nn.Module]: ...
+def fully_shard(
+    module: Sequence[torch.nn.Module], **options: Unpack[FullyShardOptions]
+) -> Sequence[torch.nn.Module]: ...
 
 
+@describes_options(FullyShardOptions)
 def fully_shard(
     module: Any,
     *,

@@ -1,4 +1,4 @@
-"""Uneven inputs: the work of a rank that ran out of inputs, in torch's Join protocol; docs/design/zero_join.md explains it.
+"""Uneven inputs: the work of a rank that ran out of inputs, in torch's Join protocol; docs/design/zero.md explains it.
 
 A joined rank shadows each iteration of the training ranks, collective for collective, in the order in which forward and
 backward issue them. At zero >= 1 it still owns slices, and training ranks announce each operation in which it takes

@@ -3,7 +3,7 @@
 *Forked children* see the values of the fork, or an error. Parameters that lie in memory of the ranks show a child what
 its parent and the peers write after the fork. So this rank counts the changes of the values in a page that its children
 share. A child compares the count with that of the fork when it first reads, makes the pages its own, and compares again
-(docs/design/zero_shared.md).
+(docs/design/store.md).
 
 *load_state_dict() at zero=3* copies into parameters in place, which are shared with other ranks, or released. So the
 outermost module that loads opens a context like full_parameters(writable=True), and closes it behind its last child:

@@ -6,8 +6,8 @@ optimizers and checkpoints work as for a float32 model, at every stage.
 
 Activation checkpointing runs parts of the forward again inside the backward; each module then takes its copies for its
 own call. At zero=3 parameters already lie in memory in their compute dtype, so slots hold views of that memory, and
-nothing is copied (docs/design/zero_compute.md). Outside of the wrapper the module computes in float32.
-docs/design/precision.md has the table.
+nothing is copied (docs/design/store.md). Outside of the wrapper the module computes in float32.
+docs/design/optim.md has the table.
 """
 
 from __future__ import annotations

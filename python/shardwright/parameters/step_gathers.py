@@ -1,4 +1,4 @@
-"""Gathers of parameters after a step on a GPU, which overlap with the next forward (docs/design/gpu_gathers.md).
+"""Gathers of parameters after a step on a GPU, which overlap with the next forward (docs/design/gpu.md).
 
 The buckets of one unit's forward are a group with one event. A hook on the unit's module makes torch's current stream
 wait for its groups; any other read of a parameter waits for that parameter's groups (read_guard.py).

@@ -1,4 +1,4 @@
-"""Readers and writers of other programs' checkpoints (docs/design/checkpoint_conversion.md)."""
+"""Readers and writers of other programs' checkpoints (docs/design/checkpoint_load.md)."""
 
 from __future__ import annotations
 

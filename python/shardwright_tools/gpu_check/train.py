@@ -72,7 +72,7 @@ def _fsdp2(module: nn.Module, device: torch.device) -> tuple[Any, Any]:
     return module, torch.optim.AdamW(module.parameters(), lr=1e-4, fused=device.type == "cuda")
 
 
-def _ours(zero: int, *, master: bool = False) -> Callable[[nn.Module, torch.device], tuple[Any, Any]]:
+def _ours(zero: Any, *, master: bool = False) -> Callable[[nn.Module, torch.device], tuple[Any, Any]]:
     def wrap(module: nn.Module, device: torch.device) -> tuple[Any, Any]:
         model, optimizer = sw.wrap(module, sw.optim.AdamW(module.parameters(), lr=1e-4, master=master), zero=zero)
         return model, optimizer

@@ -1,4 +1,4 @@
-"""A step of the engine against a simulated clock: docs/design/simulate.md has the rules, and what is left out."""
+"""A step of the engine against a simulated clock: docs/design/step_cost.md has the rules, and what is left out."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The check for silent corruption every n steps: equal parameters on all ranks, and finite averaged gradients.
 
 A digest of the parameters joins the numbers that ranks compare in a round (sw_reducer_note_step), so a check sends no
-message of its own. If digests differ, ranks exchange one number per parameter. docs/design/replica_check.md has the
+message of its own. If digests differ, ranks exchange one number per parameter. docs/design/reduce.md has the
 reasons.
 """
 

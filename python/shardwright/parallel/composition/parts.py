@@ -85,7 +85,8 @@ def _assign(module: torch.nn.Module, options: Options, ignored: frozenset[str]) 
     named = [(n, p) for n, p in module.named_parameters(remove_duplicate=False) if n not in ignored]
     taken: dict[int, str] = {}
     parts: list[Part] = []
-    for key, ranks in options.groups.items():
+    groups: Mapping[Any, Any] = options.groups or {}
+    for key, ranks in groups.items():
         title = text_of_group(key)
         if isinstance(key, str):
             members = {id(p) for n, p in named if fnmatch.filter(_prefixes(n), key)}
