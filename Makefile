@@ -21,13 +21,13 @@ unexport PYTHONDONTWRITEBYTECODE
 MAKEFLAGS += --no-print-directory
 CSRC := $(sort $(shell find csrc csrc_check -name '*.[ch]'))
 KERNEL_TEXT := $(sort $(shell find csrc -name "*.cu*"))
-PYTHON_TEXT := setup.py python tests examples benchmarks
+PYTHON_TEXT := setup.py python tests examples benchmarks docs/site
 BUILD_INPUTS := $(CSRC) $(KERNEL_TEXT) setup.py pyproject.toml
 ENGINE := python/shardwright/_engine.abi3.so
 
 FUZZ_SECONDS ?= 60
 
-.PHONY: build demo test test-fast test-long test-torch test-torch-suites test-without-numpy abi asan asan-quick tsan crash fuzz fuzz-programs mutate-events mutate-events-unseen kernels gpu bench fmt lint wheel clean check-machine release test-aarch64
+.PHONY: build demo test test-fast test-long test-torch test-torch-suites test-without-numpy abi asan asan-quick tsan crash fuzz fuzz-programs mutate-events mutate-events-unseen kernels gpu bench docs fmt lint wheel clean check-machine release test-aarch64
 
 build: $(VENV)/.built
 
@@ -179,6 +179,17 @@ gpu: build
 
 bench: build
 	@for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench --quick || exit 1; done
+
+# The documentation site in site/: once the packages are there, without network. A warning or a broken link is an error
+DOCS := .venv-docs
+$(DOCS)/.installed: requirements/docs.txt | check-machine
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet -r requirements/docs.txt
+	@touch $@
+
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+	$(DOCS)/bin/python docs/site/links.py site
 
 $(VENV)/.fmt: requirements/fmt.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -r requirements/fmt.txt

@@ -45,7 +45,7 @@ def test_links_lead_somewhere(page):
     assert broken == []
 
 
-@pytest.mark.parametrize("folder", ["docs", "docs/design"])
+@pytest.mark.parametrize("folder", ["docs", "docs/design", "docs/howto", "docs/reference"])
 def test_an_index_names_every_page_of_its_folder(folder):
     index = (ROOT / folder / "README.md").read_text()
     pages = {page.name for page in (ROOT / folder).glob("*.md")} - {"README.md"}
