@@ -19,11 +19,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-#: pages for users; a new one is taken without a word here
-PAGES = [
-    ROOT / "README.md",
-    *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.relative_to(ROOT).parts[1] != "design"),
-]
+#: pages whose first block of Python is a whole program of several ranks: tests/ranks/test_programs_of_pages_run.py runs it
+PROGRAMS = sorted((ROOT / "docs" / "howto").glob("*.md")) + sorted((ROOT / "docs" / "reference").glob("*.md"))
+#: other pages for users; a new one is taken without a word here
+PAGES = [ROOT / "README.md"] + sorted(
+    page
+    for page in (ROOT / "docs").rglob("*.md")
+    if page.relative_to(ROOT).parts[1] != "design" and page not in PROGRAMS
+)
 #: languages whose blocks run, are read as commands, or are only shown
 PYTHON, SHELL = ("python", "py", "diff"), ("sh", "bash", "shell", "console")
 SHOWN = ("", "text", "json", "yaml", "toml", "ini", "dockerfile", "c", "mermaid")

@@ -120,7 +120,7 @@ def test_few_blocks_of_python_do_not_run_and_each_says_why():
     assert len(blocks) - len(left_out) >= 30
 
 
-@pytest.mark.parametrize("page", [*pages.PAGES, ROOT / "examples" / "README.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*pages.PAGES, *pages.PROGRAMS, ROOT / "examples" / "README.md"], ids=lambda page: page.stem)
 def test_the_commands_of_a_page_exist_with_their_options(page, capsys):
     shells = [block for block in pages.blocks_of(page) if block.language in pages.SHELL or block.code.startswith("$ ")]
     commands = [words for block in shells for words in pages.commands_of(block.code)]
