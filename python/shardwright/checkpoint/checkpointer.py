@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from .._engine import CheckpointError, Error
 from ..comm.signals import SaveSignals, StopRequest, check_signals
+from ..comm.spares import is_waiting
 from ..comm.waits import on_every_rank
 from ..options.name_map import NameMap, Rename
 from ..options.names import offers_names
@@ -220,6 +221,9 @@ class Checkpointer:
         self._hooks: list[Any] = []
         self._memory: MemoryTier | None = None
         self._memory_every = memory_every
+        if is_waiting():  # a spare opens nothing until it has a rank's place: see _come_back()
+            self._closed = True
+            return
         self._place = Directory(self._peers, self.directory, address, rules)
         nonce, is_read_only = self._place.nonce, bool(self._place.read_only)
         with contextlib.ExitStack() as held:  # without references to this object, whose end it outlives
@@ -477,6 +481,8 @@ class Checkpointer:
             On every rank: no checkpoint can be read, or none has `step`; or the newest sound one belongs to another
             model or has a newer format than this program supports.
         """
+        if is_waiting():
+            return 0
         with self._call.of("restore()"):
             completed = self._restore(step, include, rename, strict)
         for observer in self._observers:
@@ -602,6 +608,8 @@ class Checkpointer:
 
     def _leave(self) -> None:
         """End without communication, since ranks were lost: a save that they took part in fails; steps in memory stay."""
+        if self._closed:  # by an attempt before, or a spare's
+            return
         with _failures_logged():
             self._close(functools.partial(self._writer.wait_alone, lambda: True))
 
@@ -624,7 +632,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if error is None:
+        if error is None or self._closed:
             self.close()
             return
         # the block's own error propagates, and other ranks may not exit the block: wait without communication
