@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = {
     "shardwright": 2_245,
     "shardwright/backend": 567,
-    "shardwright/checkpoint": 9_523,
+    "shardwright/checkpoint": 9_916,
     "shardwright/comm": 2_787,
     "shardwright/compress": 1_166,
     "shardwright/deepspeed": 9,
@@ -32,7 +32,7 @@ LINES = {
     "shardwright_tools/planner": 2_286,
 }
 #: lines of C, headers and sources: the engine, and the check of its kernels that the tools import
-C_LINES = {"csrc": 52_920, "csrc_check": 1_594}
+C_LINES = {"csrc": 52_935, "csrc_check": 1_594}
 
 
 def lines_of(path: Path) -> int:
