@@ -72,6 +72,13 @@ def test_the_flows_name_calls_that_exist():
                 assert not name or name in _defined(ast.parse(path.read_text())), step
 
 
+def test_the_recipes_name_places_that_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("### Add an option")[2].partition("## Style")[0]
+    named = set(re.findall(r"`([\w/]+(?:/|\.(?:py|pyi|c|h|cu|md|txt|toml)))`", text))
+    assert len(named) > 30
+    assert {each for each in named if not any((ROOT / at / each).exists() for at in ("", "python/shardwright"))} == set()
+
+
 def _defined(node: ast.AST, outer: str = "") -> set[str]:
     found: set[str] = set()
     for each in ast.iter_child_nodes(node):
