@@ -76,7 +76,9 @@ def test_the_recipes_name_places_that_exist():
     text = (ROOT / "CONTRIBUTING.md").read_text().partition("### Add an option")[2].partition("## Style")[0]
     named = set(re.findall(r"`([\w/]+(?:/|\.(?:py|pyi|c|h|cu|md|txt|toml)))`", text))
     assert len(named) > 30
-    assert {each for each in named if not any((ROOT / at / each).exists() for at in ("", "python/shardwright"))} == set()
+    assert {
+        each for each in named if not any((ROOT / at / each).exists() for at in ("", "python/shardwright"))
+    } == set()
 
 
 def _defined(node: ast.AST, outer: str = "") -> set[str]:
