@@ -88,26 +88,23 @@ def link_flags() -> list[str]:
 
 
 class BuildEngine(build_ext):
-    """build_ext that recompiles a file only if it, a header or the flags changed, on all processors."""
+    """build_ext that recompiles a file only if it, what it includes or the flags changed, on all processors."""
 
     def build_extension(self, ext: Extension) -> None:
         files, ext.sources, forced = ext.sources, [], self.force
         # A Python built in an odd place bakes its library folder into what it links: not into our wheel.
         self.compiler.linker_so = [word for word in self.compiler.linker_so if not word.startswith("-Wl,-rpath")]
         flags_changed = self._record_flags(ext)
-        newest = max(Path(path).stat().st_mtime for path in ext.depends)
 
         def compile_one(file: str) -> str:
             (name,) = self.compiler.object_filenames([file], output_dir=self.build_temp)
-            made = Path(name)
-            old = not made.exists() or made.stat().st_mtime < max(newest, Path(file).stat().st_mtime)
-            if self.force or flags_changed or old:
+            if self.force or flags_changed or is_old(Path(name)):
                 self.compiler.compile(
                     [file],
                     output_dir=self.build_temp,
                     macros=ext.define_macros,
                     include_dirs=ext.include_dirs,
-                    extra_postargs=ext.extra_compile_args,
+                    extra_postargs=[*ext.extra_compile_args, "-MMD"],
                 )
             return name
 
@@ -125,6 +122,17 @@ class BuildEngine(build_ext):
         changed = not record.exists() or record.read_text() != text
         record.write_text(text)
         return changed
+
+
+def is_old(made: Path) -> bool:
+    """True if an object is missing, or older than a file it was made of; gcc's -MMD names them beside it, but those of .incbin."""
+    record = made.with_suffix(".d")
+    if not made.exists() or not record.exists():
+        return True
+    files = record.read_text().partition(":")[2].replace("\\\n", " ").split()
+    files += headers() if made.stem == "kernel_source" else []
+    paths = [ROOT / each for each in files]
+    return any(not each.exists() or each.stat().st_mtime > made.stat().st_mtime for each in paths)
 
 
 def project_urls() -> dict[str, str]:

@@ -1,8 +1,9 @@
 """Benchmark of building modules that are larger than a rank: wrap(weights=) and wrap(init=) at private zero=3.
 
 weights, init: the peak memory (PSS) of 8 ranks above their start, while a folder of safetensors with holes loads, or an
-initialisation runs, against the model's bytes. disk: a load with the page cache dropped, 4 ranks, against 4 processes
-that read as many bytes of the same files into a buffer. peers: memory and warm time of a Llama, 4 ranks, against
+initialisation runs, against the model's bytes. disk: a load with the page cache dropped and with a warm one, 4 ranks,
+against 4 processes that read as many bytes of the same files, into one buffer again and again, or into fresh memory, as a
+load must. The module on the meta device is made before. peers: memory and warm time of a Llama, 4 ranks, against
 accelerate's FSDP2 (cpu_ram_efficient_loading) and DeepSpeed's zero.Init. SW_BENCH_DIR names a folder on the measured
 disk (default: the working directory).
 """
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 from pss import pss_bytes
 from shardwright.comm.process_group import host_group
+from shardwright.layout.memory import private_memory
 from torch import nn
 
 LAYERS, FILES, VERIFIED_MIB = 32, 4, 16
@@ -229,44 +231,50 @@ def drop_cache(folder: str) -> None:
 
 
 class Reader:
-    """Reads this rank's part of all files, a contiguous range of each file, into one buffer."""
+    """Reads this rank's part of all files, a contiguous range of each file, into one buffer, or into fresh huge pages."""
 
-    def __init__(self, folder: str, rank: int, world_size: int) -> None:
+    def __init__(self, folder: str, rank: int, world_size: int, *, fresh: bool = False) -> None:
         self._paths, self._rank, self._count = sorted(Path(folder).glob("*.safetensors")), rank, world_size
-        self._buffer = memoryview(bytearray(READ_BYTES))
+        self._buffer = None if fresh else memoryview(bytearray(READ_BYTES))
 
     def __call__(self) -> None:
         for path in self._paths:
             with open(path, "rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
                 at, end = (size * (self._rank + each) // self._count for each in (0, 1))
+                into = self._buffer
+                if into is None:
+                    _kept.append(private_memory(end - at))
+                    into = memoryview(_kept[-1])
                 while at < end:
-                    at += os.preadv(file.fileno(), [self._buffer[: end - at]], at)
+                    done = os.preadv(file.fileno(), [into[: min(end - at, READ_BYTES)]], at)
+                    at, into = at + done, into if self._buffer is not None else into[done:]
 
 
 def time_disk(rank: int, world_size: int, mib: int, folder: str, rounds: int, budget_s: float) -> Any:
     comm = host_group(dist.group.WORLD, 1800.0).comm
 
-    def load() -> None:
-        _kept.append(sw.wrap(layers(mib), weights=folder, **PRIVATE))
+    made: list[nn.Module] = []
 
-    def meet() -> None:
+    def load() -> None:
+        _kept.append(sw.wrap(made.pop() if made else layers(mib), weights=folder, **PRIVATE))
+
+    def stay() -> None:
         _kept.clear()
+        made[:] = [layers(mib)]
         gc.collect()
         comm.barrier()  # no rank reads any longer
+
+    def meet() -> None:
+        stay()
         if rank == 0:
             drop_cache(folder)
         comm.barrier()
 
     meet()
-    work = {"ours": load, "readers": Reader(folder, rank, world_size)}
+    work: dict[str, Callable[[], None]] = {"ours": load, "readers": Reader(folder, rank, world_size)}
+    work["fresh readers"] = Reader(folder, rank, world_size, fresh=True)
     cold = common.interleave(work, meet, rounds=rounds, budget_s=budget_s, warmup=0 if mib > 1024 else 1)
-
-    def stay() -> None:
-        _kept.clear()
-        gc.collect()
-        comm.barrier()
-
     warm = common.interleave(work, stay, rounds=rounds, budget_s=budget_s, warmup=1)
     return {**cold, **{f"warm {name}": each for name, each in warm.items()}}
 
@@ -275,12 +283,14 @@ def measure_disk(report: common.Report, mib: int, world_size: int, rounds: int, 
     module = layers(mib)
     with folder_of(module, sparse=False) as folder:
         times = common.timings(common.run_ranks(world_size, time_disk, mib, folder, rounds, budget_s))
-    for arm, text, goal in (("", "page cache dropped", DISK_GOAL), ("warm ", "page cache warm", None)):
-        report.add_times(
-            f"weights= {nbytes_of(module) >> 20} MiB, {world_size} ranks, {text}", times[f"{arm}ours"],
-            times[f"{arm}readers"], f"{world_size} readers", goal=goal,
-            readers_GBps=nbytes_of(module) / times[f"{arm}readers"].median / 1e9,
-        )  # fmt: skip
+    for arm, text in (("", "page cache dropped"), ("warm ", "page cache warm")):
+        for peer, into in (("readers", "one buffer"), ("fresh readers", "fresh memory")):
+            report.add_times(
+                f"weights= {nbytes_of(module) >> 20} MiB, {world_size} ranks, {text}", times[f"{arm}ours"],
+                times[f"{arm}{peer}"], f"{world_size} readers into {into}",
+                goal=None if arm or peer != "readers" else DISK_GOAL,
+                readers_GBps=nbytes_of(module) / times[f"{arm}{peer}"].median / 1e9,
+            )  # fmt: skip
 
 
 # peers: accelerate and DeepSpeed --------------------------------------------------------------------------------------

@@ -24,7 +24,15 @@ from typing import Any
 import pytest
 from shardwright import _engine as engine
 
-KEEP: dict[str, Any] = {"own": None, "own_sources": [], "image": 0, "image_bytes": 0, "timeout_s": 5.0, "device": None}
+KEEP: dict[str, Any] = {
+    "own": None,
+    "own_sources": [],
+    "image": 0,
+    "image_bytes": 0,
+    "disk_fd": -1,
+    "timeout_s": 5.0,
+    "device": None,
+}
 SGD = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
 BEGIN: dict[str, Any] = {
     "nonce": "n",

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,13 +78,18 @@ NOT_EMULATED = {
 }
 
 
-def shipped_flags() -> list[str]:
-    """Return the flags of setup.py, so that the tested code is built like the shipped code."""
+@functools.cache
+def shipped_setup() -> Any:
+    """Return setup.py, so that the tested code is built like the shipped code."""
     spec = importlib.util.spec_from_file_location("shardwright_setup", ROOT / "setup.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return [*module.BASE_FLAGS, *module.STRICT_FLAGS]
+    return module
+
+
+def shipped_flags() -> list[str]:
+    return [*shipped_setup().BASE_FLAGS, *shipped_setup().STRICT_FLAGS]
 
 
 def engine_sources() -> list[Path]:
@@ -94,11 +100,10 @@ def engine_sources() -> list[Path]:
 
 def shipped_object(compiler: str, source: Path) -> Path | None:
     """Return setup.py's object of an engine source for this compiler without sanitizers; None if it is out of date."""
-    newest = max(source.stat().st_mtime, newest_header(tests=False))
     for flags in sorted(ROOT.glob("build/temp.*/*_engine.flags.txt")):
         made = (flags.parent / source.relative_to(ROOT)).with_suffix(".o")
         text = flags.read_text()
-        if made.exists() and made.stat().st_mtime > newest and "-fsanitize" not in text and f"'{compiler}'" in text:
+        if "-fsanitize" not in text and f"'{compiler}'" in text and not shipped_setup().is_old(made):
             return made
     return None
 
@@ -109,19 +114,18 @@ def run_checked(command: list[str]) -> None:
 
 
 @functools.cache
-def newest_header(tests: bool = True) -> float:
+def newest_header() -> float:
     headers = [*CSRC.rglob("*.h"), *CHECK.glob("*.h"), *CSRC.rglob("*.cu*"), ROOT / "setup.py"]
-    if tests:
-        headers += [*(ROOT / "tests" / "csrc").glob("*.h"), Path(__file__)]
+    headers += [*(ROOT / "tests" / "csrc").glob("*.h"), Path(__file__)]
     return max(header.stat().st_mtime for header in headers)
 
 
 def compile_object(mode: Mode, source: Path, folder: Path, command: list[str]) -> Path:
     made = folder / source.relative_to(ROOT).with_suffix(".o")
-    newest = max(source.stat().st_mtime, newest_header())
-    if not made.exists() or made.stat().st_mtime < newest:
+    newest = max(path.stat().st_mtime for path in (ROOT / "setup.py", Path(__file__)))  # which have the flags
+    if shipped_setup().is_old(made) or made.stat().st_mtime < newest:
         made.parent.mkdir(parents=True, exist_ok=True)
-        run_checked([mode.compiler, *command, "-c", str(source), "-o", str(made)])
+        run_checked([mode.compiler, *command, "-MMD", "-c", str(source), "-o", str(made)])
     return made
 
 

@@ -304,6 +304,25 @@ def test_a_program_of_fsdp2_goes_on_with_ours_and_back(tmp_path, forked):
         assert list(map(float, ours)) == pytest.approx(list(map(float, theirs)), rel=1e-3), found
 
 
+def test_a_killed_rank_behind_torchrun_costs_no_restart_and_no_bit(tmp_path, forked):
+    name = "18_never_restart.py"
+    program = str(ROOT / "examples" / name)
+    undisturbed = forked(program, tmp_path / "one", "--fewer", ranks=3)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "--no-python"]
+    own = [sys.executable, "-m", "shardwright", "rank", "--spares", "1", "--", sys.executable, program]
+    done = subprocess.run(
+        [*torchrun, *own, str(tmp_path / "other"), "--kill", "7"],
+        capture_output=True, text=True, env=environment(), timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 ended with code 137, and is started again as a spare" in done.stderr
+    steps = re.findall(r"step (\d+): 3 ranks", done.stdout)
+    assert sorted(set(map(int, steps))) == list(range(12)) and "2 ranks" not in done.stdout
+    assert done.stdout.splitlines()[-1] == undisturbed.splitlines()[-1]
+    section = (ROOT / "examples" / "README.md").read_text().partition(f"## {name}")[2].partition("\n## ")[0]
+    assert all(f"\nstep {step}: 3 ranks, loss " in section for step in range(12))
+
+
 def test_the_engine_gets_the_weights_of_each_step(forked):
     printed = forked(ROOT / "examples" / "15_weights_to_an_engine.py")
     found = re.findall(r"step \d: the engine took (\d+) tensors and says the last word with (\d\.\d+)", printed)

@@ -1,4 +1,6 @@
-"""Law: behind `shardwright rank` a rank that dies ends neither its launcher's other ranks nor the job, which has the others' code."""
+"""Law: behind `shardwright rank` a rank that dies ends neither its launcher's other ranks nor the job, which has the others' code.
+One that dies in sw.steps is started again as a spare, and no spare outlives the ranks.
+"""
 
 import os
 import signal
@@ -10,13 +12,29 @@ import pytest
 
 WAITS = "import pathlib, time\nwhile not pathlib.Path('{go}').exists(): time.sleep(0.02)\n"
 DIES = "import os; os.kill(os.getpid(), 9)"
+#: the rank is in sw.steps
+ENTERS = """
+import os, pathlib, sys, time
+loops = pathlib.Path(os.environ["SHARDWRIGHT_START"], "loops")
+loops.mkdir(exist_ok=True), (loops / "1").touch()
+"""
+#: a spare notes what it is given, and takes a place once it may
+SPARE = """
+import os, pathlib, time
+path, names = os.environ.get("SHARDWRIGHT_SPARE"), ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+if path:
+    print(*(os.environ[name] for name in names), file=open(f"{folder}/{{pathlib.Path(path).name}}", "a"))
+    while not pathlib.Path("{folder}/free").exists(): time.sleep(0.02)
+    pathlib.Path(path).write_text("runs")
+    {then}
+"""
 
 
-def start(programs, restart=0):
+def start(programs, restart=0, *options):
     """Start a rank for each program, as torchrun does."""
     environment = {**os.environ, "WORLD_SIZE": str(len(programs)), "LOCAL_WORLD_SIZE": str(len(programs))}
     environment["TORCHELASTIC_RESTART_COUNT"] = str(restart)
-    command = [sys.executable, "-m", "shardwright", "rank", "--", sys.executable, "-c"]
+    command = [sys.executable, "-m", "shardwright", "rank", *options, "--", sys.executable, "-c"]
     return [
         subprocess.Popen([*command, text], env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
         for rank, text in enumerate(programs)
@@ -68,14 +86,58 @@ def test_a_launcher_that_ends_its_ranks_ends_them_and_their_parents(tmp_path):
     assert codes_of(parents) == [137, 7]
 
 
+def spare(folder, then):
+    return SPARE.format(folder=folder, then=then)
+
+
+def await_(path):
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_rank_that_is_lost_in_its_steps_comes_back_as_a_spare(tmp_path):
+    waits = ENTERS + WAITS.format(go=tmp_path / "go")
+    parents = start([waits, spare(tmp_path, "raise SystemExit(0)") + ENTERS + DIES, waits])
+    assert "rank 1 ended with code 137, and is started again as a spare" in parents[1].stderr.readline()
+    await_(tmp_path / "slot-1")
+    assert (tmp_path / "slot-1").read_text() == "0 1 0 1\n"
+    (tmp_path / "free").touch(), (tmp_path / "go").touch()
+    assert codes_of(parents) == [0, 0, 0] and not folders(tmp_path)
+
+
+def test_a_rank_comes_back_so_often_and_no_more(tmp_path):
+    (tmp_path / "free").touch()
+    always = spare(tmp_path, "pass") + ENTERS + DIES
+    parents = start([WAITS.format(go=tmp_path / "go"), always], 0, "--restarts", "2")
+    assert ["again" in parents[1].stderr.readline() for _ in range(3)] == [True, True, False]
+    (tmp_path / "go").touch()
+    assert codes_of(parents) == [0, 0] and len((tmp_path / "slot-1").read_text().splitlines()) == 2
+
+
+def test_spares_that_wait_end_with_the_last_rank(tmp_path):
+    parents = start([spare(tmp_path, "pass") + "raise SystemExit(3)"] * 2, 0, "--spares", "2")
+    assert codes_of(parents) == [3, 3] and not folders(tmp_path)
+
+
+def test_a_spare_that_has_a_place_is_a_rank(tmp_path):
+    (tmp_path / "free").touch()
+    finishes = spare(tmp_path, f"pathlib.Path('{tmp_path}/seated').touch(); raise SystemExit(0)")
+    parents = start([finishes + WAITS.format(go=tmp_path / "seated") + DIES] * 2, 0, "--spares", "1")
+    assert codes_of(parents) == [0, 0] and not folders(tmp_path)
+
+
 def test_what_cannot_be_outlived_is_one_sentence():
     command = [sys.executable, "-m", "shardwright", "rank"]
     bare = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     far = {**bare, "RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    near = {**far, "LOCAL_WORLD_SIZE": "4"}
     for environment, more, sentence in (
         (bare, ["--", "true"], "RANK is not set"),
         (far, ["--", "true"], "on several hosts"),
         (far, [], "no command given"),
+        (near, ["--spares", "-1", "--", "true"], "--spares must be a number from 0, got -1"),
     ):
         found = subprocess.run([*command, *more], env=environment, capture_output=True, text=True)
         assert found.returncode == 2 and sentence in found.stderr and found.stderr.count("\n") == 1

@@ -448,21 +448,24 @@ static sw_status list_runs(const sw_saver *saver, uint64_t image_bytes, sw_save_
 }
 
 static sw_status keep(sw_saver *saver, const sw_save_request *request, uint64_t image_bytes,
-                      sw_save_kept *kept, sw_error *err)
+                      int disk_fd, sw_save_kept *kept, sw_error *err)
 {
     SW_TRY(sw_save_list_ranges(saver, request, err));
     SW_TRY(list_runs(saver, image_bytes, kept, err));
+    for (size_t i = 0; disk_fd >= 0 && i < kept->run_count; ++i)
+        SW_TRY(sw_file_reserve(disk_fd, "an image on disk", kept->runs[i].begin,
+                               kept->runs[i].size_bytes, err));
     SW_TRY(copy_all(saver, request, err));
     return sw_save_list_tallies(saver, &kept->tallies, err);
 }
 
 sw_status sw_saver_keep(sw_saver *saver, const sw_save_request *request, uint8_t *image,
-                        uint64_t image_bytes, sw_save_kept *kept, sw_error *err)
+                        uint64_t image_bytes, int disk_fd, sw_save_kept *kept, sw_error *err)
 {
     sw_save_kept made = {0};
     SW_TRY(check_request(saver, request, err));
     start_save(saver, request, image);
-    sw_status status = keep(saver, request, image_bytes, &made, err);
+    sw_status status = keep(saver, request, image_bytes, disk_fd, &made, err);
     clear(saver);
     saver->image = NULL;
     if (status == SW_OK)

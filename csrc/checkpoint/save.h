@@ -105,9 +105,12 @@ typedef struct sw_save_kept { /* the bytes that a rank wrote into an image */
  * of both parts, each at a block boundary: a block is at its number times SW_BLOCK_BYTES, and
  * blocks of the own part follow those of the shared part. Sends no message, writes no file and
  * commits nothing: the request's folder and flags are ignored, and its deadline limits only device
- * copies. Cost: one read and one write of the ranges. On success, the caller must fini `kept`. */
+ * copies. `disk_fd`: the file on a disk that `image` maps, whose ranges get disk space first, so
+ * that a full disk is an error and no signal; -1: memory. Cost: one read and one write of the
+ * ranges. On success, the caller must fini `kept`. */
 SW_MUST_USE sw_status sw_saver_keep(sw_saver *saver, const sw_save_request *request, uint8_t *image,
-                                    uint64_t image_bytes, sw_save_kept *kept, sw_error *err);
+                                    uint64_t image_bytes, int disk_fd, sw_save_kept *kept,
+                                    sw_error *err);
 void sw_save_kept_fini(sw_save_kept *kept);
 
 /* Copy all chunks that are still live. Cost without such chunks: one mutex. */

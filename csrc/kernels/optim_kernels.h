@@ -15,9 +15,21 @@
 
 #include "tensor/dtype.h"
 
+/* Moments as records: 32 codes and an exponent, from a multiple of 32 elements of the parameter on.
+ * Their state_dtype is SW_DTYPE_UINT8. The last record of a parameter has zeros behind its end. */
+enum { SW_MOMENT_BLOCK_NUMEL = 32, SW_MOMENT_RECORD_BYTES = 33 };
+
+/* Return the bytes of `numel` elements of an array of a run; of whole blocks, in records. */
+static inline size_t sw_optim_bytes(size_t numel, sw_dtype dtype)
+{
+    if (dtype == SW_DTYPE_UINT8)
+        return (numel + SW_MOMENT_BLOCK_NUMEL - 1) / SW_MOMENT_BLOCK_NUMEL * SW_MOMENT_RECORD_BYTES;
+    return numel * (dtype == SW_DTYPE_FLOAT32 ? 4u : 2u);
+}
+
 /* One run: the same `numel` elements of each array. Arrays are disjoint and aligned to their
- * element. Dtypes are float32, bfloat16 or float16; arithmetic is always float32. Memory is the
- * caller's. */
+ * element. Dtypes are float32, bfloat16 or float16, and of moments records; arithmetic is always
+ * float32. Memory is the caller's. */
 typedef struct sw_optim_run {
     void *p;       /* parameter, or its master: read and written */
     void *m;       /* first moment or momentum buffer: read and written; unread in SGD without
@@ -30,7 +42,7 @@ typedef struct sw_optim_run {
     int64_t step; /* the number of this step, from 1 */
     sw_dtype p_dtype, state_dtype, g_dtype, copy_dtype;
     /* Adam without amsgrad: v, and p if it has no copy, are rounded at random where they are
-     * bfloat16. The random bits depend on the seed, `origin`, `step` and the element alone. */
+     * bfloat16, and records of m and v always are. The random bits depend on the seed, `origin`, `step` and the element alone. */
     bool is_random;
     uint64_t origin; /* the parameter's number << 40, plus the first element's in the parameter */
 } sw_optim_run;

@@ -14,7 +14,8 @@
 #include "platform/memory.h"
 #include "platform/thread.h"
 
-enum { ARRAY_COUNT = 4, CUT_NUMEL = 4096 }; /* a cut of two-byte elements is whole pages as well */
+/* The arrays of a cut are whole pages: of two-byte elements, and of the records of 32 elements. */
+enum { ARRAY_COUNT = 4, CUT_NUMEL = 4096, RECORDS_CUT_NUMEL = 32 * 4096 };
 
 typedef struct file_extent { /* contiguous in the file and in the buffer, moved by one call */
     uint64_t offset;
@@ -71,22 +72,22 @@ static sw_status make_buffers(sw_offload *offload, sw_error *err)
 typedef struct file_array { /* an array of a run that lies in the file */
     void **field;           /* the array's field in the piece */
     uint64_t offset;
-    size_t element_bytes;
+    sw_dtype dtype;
 } file_array;
 
 static sw_status find_array(const sw_offload *offload, void **field, void *data, size_t numel,
                             sw_dtype dtype, file_array *found, size_t *count, sw_error *err)
 {
-    size_t element_bytes = sw_dtype_size_bytes(dtype);
     uint64_t offset =
-        data ? sw_state_file_locate(&offload->file, data, numel * element_bytes) : UINT64_MAX;
+        data ? sw_state_file_locate(&offload->file, data, sw_optim_bytes(numel, dtype))
+             : UINT64_MAX;
     if (offset == UINT64_MAX)
         return SW_OK;
     if (offset % SW_FILE_ALIGNMENT_BYTES != 0)
         SW_FAIL(err, SW_E_INVALID,
                 "offload: state at byte %" PRIu64 " of '%s' must begin on a page", offset,
                 offload->file.path);
-    found[(*count)++] = (file_array){field, offset, element_bytes};
+    found[(*count)++] = (file_array){field, offset, dtype};
     return SW_OK;
 }
 
@@ -111,16 +112,18 @@ static size_t whole_pages(size_t bytes)
 /* Return the elements of a run that one buffer holds. */
 static size_t cut_of(const sw_offload *offload, const file_array *arrays, size_t count)
 {
-    size_t bytes = 0;
+    size_t bytes = 0, numel = CUT_NUMEL;
     for (size_t i = 0; i < count; ++i)
-        bytes += arrays[i].element_bytes;
-    return bytes ? offload->buffer_bytes / bytes / CUT_NUMEL * CUT_NUMEL : SIZE_MAX;
+        numel = arrays[i].dtype == SW_DTYPE_UINT8 ? RECORDS_CUT_NUMEL : numel;
+    for (size_t i = 0; i < count; ++i)
+        bytes += sw_optim_bytes(numel, arrays[i].dtype);
+    return bytes ? offload->buffer_bytes / bytes * numel : SIZE_MAX;
 }
 
 static void move_on(void **field, size_t begin, sw_dtype dtype)
 {
     if (*field)
-        *field = (uint8_t *)*field + begin * sw_dtype_size_bytes(dtype);
+        *field = (uint8_t *)*field + sw_optim_bytes(begin, dtype);
 }
 
 static sw_optim_run piece_of(const sw_optim_run *run, size_t begin, size_t numel)
@@ -175,7 +178,7 @@ static sw_status add_run(const sw_offload *offload, step_plan *plan, const sw_op
         size_t bytes = 0;
         numel = sw_size_min(cut, run->numel - begin);
         for (size_t i = 0; i < count; ++i)
-            bytes += whole_pages(numel * arrays[i].element_bytes);
+            bytes += whole_pages(sw_optim_bytes(numel, arrays[i].dtype));
         step_batch *into = batch_for(offload, plan, bytes);
         sw_optim_run *piece = &plan->pieces[plan->piece_count];
         *piece = piece_of(run, begin, numel);
@@ -185,8 +188,8 @@ static sw_status add_run(const sw_offload *offload, step_plan *plan, const sw_op
                 offload->buffers +
                 (plan->batch_count - 1) % SW_OFFLOAD_BUFFERS * offload->buffer_bytes +
                 into->used_bytes;
-            add_extent(plan, into, arrays[i].offset + begin * arrays[i].element_bytes,
-                       whole_pages(numel * arrays[i].element_bytes));
+            add_extent(plan, into, arrays[i].offset + sw_optim_bytes(begin, arrays[i].dtype),
+                       whole_pages(sw_optim_bytes(numel, arrays[i].dtype)));
         }
         plan->piece_count++;
         into->piece_count++;
@@ -211,7 +214,11 @@ static sw_status plan_init(const sw_offload *offload, step_plan *plan, const sw_
         sw_optim_run unused = runs[i];
         size_t found;
         SW_TRY(find_arrays(offload, &runs[i], &unused, arrays, &found, err));
-        most += runs[i].numel / cut_of(offload, arrays, found) + 1;
+        size_t cut = cut_of(offload, arrays, found);
+        if (cut == 0)
+            SW_FAIL(err, SW_E_INVALID, "offload: a buffer of %zu bytes holds no cut of records",
+                    offload->buffer_bytes);
+        most += runs[i].numel / cut + 1;
     }
     plan->pieces = calloc(most, sizeof *plan->pieces);
     plan->extents = calloc(most, ARRAY_COUNT * sizeof *plan->extents);

@@ -38,6 +38,19 @@ static sw_status check_dtype(const char *operation, size_t index, const char *ar
     return SW_OK;
 }
 
+static sw_status check_state(const char *operation, size_t index, const sw_optim_run *run,
+                             sw_error *err)
+{
+    if (run->state_dtype != SW_DTYPE_UINT8 || !run->is_random)
+        return check_dtype(operation, index, "state", run->state_dtype, err);
+    if (run->origin % SW_MOMENT_BLOCK_NUMEL != 0)
+        SW_FAIL(err, SW_E_INVALID,
+                "%s: run %zu must begin at a multiple of %d elements of its parameter, not at %llu",
+                operation, index, SW_MOMENT_BLOCK_NUMEL,
+                (unsigned long long)(run->origin & (((uint64_t)1 << 40) - 1)));
+    return SW_OK;
+}
+
 static const char *missing_array(const sw_optim_run *run, optim_kind kind)
 {
     bool adam = kind == KIND_ADAM || kind == KIND_ADAM_AMSGRAD;
@@ -65,7 +78,7 @@ static sw_status check_runs(const char *operation, const sw_optim_run *runs, siz
         SW_TRY(check_dtype(operation, i, "parameter", runs[i].p_dtype, err));
         SW_TRY(check_dtype(operation, i, "gradient", runs[i].g_dtype, err));
         if (kind != KIND_SGD)
-            SW_TRY(check_dtype(operation, i, "state", runs[i].state_dtype, err));
+            SW_TRY(check_state(operation, i, &runs[i], err));
         if (runs[i].copy)
             SW_TRY(check_dtype(operation, i, "copy", runs[i].copy_dtype, err));
         if (runs[i].step < 1)

@@ -36,8 +36,8 @@ typedef struct sw_sgd_options {
  * Errors come before anything is written, and `err` names the run by its index. SW_E_INVALID for an
  * option out of torch's range: lr, eps, weight_decay >= 0, betas in [0, 1), momentum >= 0, nesterov
  * with momentum > 0 and dampening 0, a finite grad_scale. SW_E_INVALID for a dtype that is not
- * float32, bfloat16 or float16, a missing array, a step below 1, or amsgrad with a run that is
- * rounded at random. */
+ * float32, bfloat16 or float16, a missing array, a step below 1, amsgrad with a run that is rounded
+ * at random, or records of one that is not, or that begins inside a block. */
 SW_MUST_USE sw_status sw_adam_step(const sw_adam_options *options, const sw_optim_run *runs,
                                    size_t count, sw_error *err);
 SW_MUST_USE sw_status sw_sgd_step(const sw_sgd_options *options, const sw_optim_run *runs,

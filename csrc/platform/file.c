@@ -138,22 +138,26 @@ static sw_status write_zeros(int fd, const char *path, uint64_t offset, uint64_t
     return status;
 }
 
+sw_status sw_file_reserve(int fd, const char *path, uint64_t offset, uint64_t size_bytes,
+                          sw_error *err)
+{
+    int code;
+    do
+        code = fallocate(fd, 0, (off_t)offset, (off_t)size_bytes);
+    while (code != 0 && errno == EINTR);
+    if (code == 0)
+        return SW_OK;
+    if (is_not_offered(errno))
+        return write_zeros(fd, path, offset, size_bytes, err);
+    code = errno;
+    return sw_error_set(err, SW_E_OS, code, "allocating %" PRIu64 " bytes for '%s' failed: %s",
+                        size_bytes, path, strerror(code));
+}
+
 sw_status sw_file_extend(int fd, const char *path, uint64_t size_bytes, uint64_t more_bytes,
                          sw_error *err)
 {
-    int code;
-    sw_status status = SW_OK;
-    do
-        code = fallocate(fd, 0, (off_t)size_bytes, (off_t)more_bytes);
-    while (code != 0 && errno == EINTR);
-    if (code != 0 && is_not_offered(errno)) {
-        status = write_zeros(fd, path, size_bytes, more_bytes, err);
-    } else if (code != 0) {
-        code = errno;
-        status =
-            sw_error_set(err, SW_E_OS, code, "allocating %" PRIu64 " bytes for '%s' failed: %s",
-                         more_bytes, path, strerror(code));
-    }
+    sw_status status = sw_file_reserve(fd, path, size_bytes, more_bytes, err);
     if (status != SW_OK)
         sw_file_shorten(fd, size_bytes);
     return status;

@@ -34,6 +34,11 @@ SW_MUST_USE sw_status sw_file_lock(int fd, const char *path, bool *is_taken, sw_
 SW_MUST_USE sw_status sw_file_create_nameless(const char *folder, const char *path, bool direct,
                                               int *fd, sw_error *err);
 
+/* Gives a range of a file, which the caller overwrites, disk space. If the file system cannot
+ * allocate, zeros are written. */
+SW_MUST_USE sw_status sw_file_reserve(int fd, const char *path, uint64_t offset,
+                                      uint64_t size_bytes, sw_error *err);
+
 /* Appends `more_bytes` to the file's `size_bytes`, both whole pages. They are zeroed and have disk
  * space; if the file system cannot allocate, zeros are written. After an error the file is
  * unchanged. */

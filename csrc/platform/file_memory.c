@@ -67,6 +67,7 @@ sw_status sw_file_memory_map(sw_file_memory *m, sw_error *err)
                             m->size_bytes, m->path, strerror(cause));
     }
     m->begin = mapped;
+    sw_memory_prefer_huge(m->begin, m->size_bytes);
     return SW_OK;
 }
 

@@ -28,7 +28,8 @@ SW_MUST_USE sw_status sw_file_memory_init(sw_file_memory *memory, const char *fo
  * ENOENT), SW_E_MEMORY a limit of file sizes or descriptors. */
 SW_MUST_USE sw_status sw_file_memory_create(sw_file_memory *memory, const char *folder,
                                             sw_error *err);
-/* Map the file of memory->fd, which this process or another has created, whole. */
+/* Map the file of memory->fd, which this process or another has created, whole. Its pages are huge
+ * where the file system has them: one fault and one entry of the page cache for 512 small ones. */
 SW_MUST_USE sw_status sw_file_memory_map(sw_file_memory *memory, sw_error *err);
 void sw_file_memory_fini(sw_file_memory *memory);
 

@@ -366,20 +366,20 @@ static PyObject *saver_begin(PyObject *op, PyObject *args, PyObject *kwargs)
 static PyObject *saver_keep(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     saver_object *self = (saver_object *)op;
-    sw_py_arg a[9];
+    sw_py_arg a[10];
     save_call call = {.is_eager = NULL};
     PyObject *result = NULL;
     sw_save_kept kept = {0};
     sw_error err = {0};
     if (!sw_py_read("keep $ nonce:s shared:O shared_sources:O own:O own_sources:L image:A "
-                    "image_bytes:K timeout_s:d device:O",
+                    "image_bytes:K disk_fd:i timeout_s:d device:O",
                     args, kwargs, a) ||
         !enter(self, 0))
         return NULL;
     call.request.nonce = a[0].s;
-    if (read_save(self, &call, &a[1], &a[3], a[7].d, a[8].o)) {
-        sw_status status = SW_PY_WITHOUT_GIL(
-            sw_saver_keep(self->saver, &call.request, a[5].address, a[6].word, &kept, &err));
+    if (read_save(self, &call, &a[1], &a[3], a[8].d, a[9].o)) {
+        sw_status status = SW_PY_WITHOUT_GIL(sw_saver_keep(self->saver, &call.request, a[5].address,
+                                                           a[6].word, a[7].i, &kept, &err));
         result =
             status == SW_OK
                 ? Py_BuildValue("(y#y#K)", kept.tallies.data ? (const char *)kept.tallies.data : "",

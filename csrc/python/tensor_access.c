@@ -44,9 +44,11 @@ bool sw_py_tensor_view_get(const void *table, PyObject *tensor, tensor_view *vie
     return true;
 }
 
-/* Maps DLPack's floating dtypes to ours. */
+/* Maps DLPack's floating dtypes, and bytes, to ours. */
 static sw_dtype floating_dtype(uint8_t code, uint8_t bits)
 {
+    if (code == DL_UINT && bits == 8)
+        return SW_DTYPE_UINT8;
     if (code == DL_BFLOAT && bits == 16)
         return SW_DTYPE_BFLOAT16;
     if (code != DL_FLOAT)
@@ -138,7 +140,8 @@ bool sw_py_tensor_read(const void *table, PyObject *tensor, const char *what, Py
         return false;
     }
     if (out->dtype != SW_DTYPE_FLOAT32 && out->dtype != SW_DTYPE_BFLOAT16 &&
-        out->dtype != SW_DTYPE_FLOAT16 && out->dtype != SW_DTYPE_FLOAT64)
+        out->dtype != SW_DTYPE_FLOAT16 && out->dtype != SW_DTYPE_FLOAT64 &&
+        out->dtype != SW_DTYPE_UINT8)
         return refuse(tensor, what, index, "float32, bfloat16 or float16", "dtype");
     out->numel = 1;
     for (int d = 0; d < out->ndim; ++d)

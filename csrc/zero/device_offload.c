@@ -192,7 +192,7 @@ static offload_batch *batch_for(const sw_device_offload *o, offload_plan *plan, 
 
 static void *behind(const void *array, size_t begin, sw_dtype dtype)
 {
-    return array ? (uint8_t *)(uintptr_t)array + begin * sw_dtype_size_bytes(dtype) : NULL;
+    return array ? (uint8_t *)(uintptr_t)array + sw_optim_bytes(begin, dtype) : NULL;
 }
 
 static void add_piece(const sw_device_offload *o, offload_plan *plan, const sw_optim_run *run,

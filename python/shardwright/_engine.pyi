@@ -691,6 +691,7 @@ class CheckpointSaver:
         own_sources: list[tuple[int, int, int, int, bool, bool]],
         image: int,
         image_bytes: int,
+        disk_fd: int,
         timeout_s: float,
         device: tuple[DeviceStage, int] | None,
     ) -> tuple[bytes, bytes, int]: ...

@@ -400,8 +400,7 @@ def _state_bytes(replica: Replica, optimizer: Any, inner: Any, *, in_file: bool 
         for p in group["params"]:
             piece = optimizer.piece_of(p) if replica.zero else p
             if piece is not None and p.requires_grad:
-                dtypes, numel = inner.state_dtypes(piece, group), piece.numel()
-                nbytes += sum(in_pages(numel * each.itemsize) if in_file else numel * each.itemsize for each in dtypes)
+                nbytes += sum(in_pages(each) if in_file else each for each in inner.state_nbytes(piece, group))
     return nbytes
 
 

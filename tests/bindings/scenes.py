@@ -226,7 +226,7 @@ def saver() -> None:
         made.progress(), made.spare(), made.unwritten(), made.warm(0), made.protect()
         kept = {"own": None, "own_sources": [], "timeout_s": 5.0, "device": None}
         made.keep(nonce="k", shared=plan, shared_sources=[(0, 0, 4096, BASE, True, False)], image=BASE + 8192,
-                  image_bytes=1 << 14, **kept)  # fmt: skip
+                  image_bytes=1 << 14, disk_fd=-1, **kept)  # fmt: skip
     finally:
         made.close()
 

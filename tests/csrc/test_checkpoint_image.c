@@ -46,7 +46,7 @@ static void *keep(void *argument)
                                .own = {self->own, &data.own, self->own ? 1 : 0},
                                .timeout_ns = CASE_DEADLINE_S * INT64_C(1000000000)};
     self->status =
-        sw_saver_keep(saver, &request, self->image, self->image_bytes, &self->kept, &self->err);
+        sw_saver_keep(saver, &request, self->image, self->image_bytes, -1, &self->kept, &self->err);
     sw_saver_destroy(saver);
     sw_channel_fini(&channel);
     case_free(&data);

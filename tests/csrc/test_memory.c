@@ -1,7 +1,9 @@
 /* test_memory.c - mappings: large ones are aligned to huge pages; bytes stay when pages are
- * collapsed; two mappings of one memfd share bytes; unmapping releases everything. */
+ * collapsed; two mappings of one memfd share bytes; unmapping releases everything; a file's mapping
+ * asks for huge pages and has the file's bytes. */
 #include "platform/memory.h"
 
+#include "platform/file_memory.h"
 #include "platform/limits.h"
 
 #include <stdio.h>
@@ -99,6 +101,55 @@ static void check_private(size_t size_bytes)
     sw_memory_unmap(pages, size_bytes);
 }
 
+/* Return whether the kernel notes the wish for huge pages of the mapping that begins at an address.
+ */
+static bool asks_for_huge(const uint8_t *begin)
+{
+    char line[512], head[32];
+    bool inside = false, found = false;
+    FILE *maps = fopen("/proc/self/smaps", "r");
+    snprintf(head, sizeof head, "%lx-", (unsigned long)(uintptr_t)begin);
+    while (maps && fgets(line, sizeof line, maps)) {
+        inside = inside || strncmp(line, head, strlen(head)) == 0;
+        if (inside && strncmp(line, "VmFlags:", 8) == 0) {
+            found = strstr(line, " hg") != NULL;
+            break;
+        }
+    }
+    if (maps)
+        fclose(maps);
+    return found || !inside; /* an emulator lists other addresses */
+}
+
+/* What is written to a file's mapping is read back, also once its pages have left the process. */
+static void check_file(void)
+{
+    sw_error err;
+    sw_file_memory file;
+    const size_t size_bytes = (5u << 20) + 4096;
+    uint8_t *read = malloc(size_bytes);
+    if (!read)
+        exit(1);
+    expect(sw_file_memory_init(&file, "/tmp", "memory", size_bytes, &err) == SW_OK &&
+               sw_file_memory_create(&file, "/tmp", &err) == SW_OK &&
+               sw_file_memory_map(&file, &err) == SW_OK,
+           "a file is mapped");
+    expect((uintptr_t)file.begin % (2u << 20) == 0, "a file's mapping is aligned to huge pages");
+    expect(access("/sys/kernel/mm/transparent_hugepage", F_OK) != 0 || asks_for_huge(file.begin),
+           "a file's mapping asks for huge pages");
+    for (size_t at = 0; at < size_bytes; ++at)
+        file.begin[at] = (uint8_t)(at * 7 >> 3);
+    for (int turn = 0; turn < 2; ++turn) {
+        expect(sw_file_memory_read(&file, read, file.begin, size_bytes, &err) == SW_OK &&
+                   memcmp(read, file.begin, size_bytes) == 0,
+               "the descriptor reads what the mapping holds");
+        expect(sw_file_memory_write_back(&file, file.begin, size_bytes, &err) == SW_OK,
+               "pages are written back");
+    }
+    sw_file_memory_fini(&file);
+    free(read);
+}
+
 /* Ranks of a later host are called what they are in the whole group. */
 static void check_needs_are_named(void)
 {
@@ -113,6 +164,7 @@ static void check_needs_are_named(void)
 int main(void)
 {
     check_needs_are_named();
+    check_file();
     const size_t sizes[] = {1,        4096,           5000,     (2u << 20) - 1,
                             2u << 20, (2u << 20) + 1, 9u << 20, (33u << 20) + 12345};
     for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; ++i) {

@@ -28,15 +28,15 @@ pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoin
 def test_a_copied_directory_has_guardians_of_its_own(tmp_path):
     first, copied, moved = (str(tmp_path / name) for name in ("first", "copied", "moved"))
     os.mkdir(first)
-    job = tier._job_of(first)
+    job = tier.job_of(first)
     shutil.copytree(first, copied)
-    assert tier._job_of(first) == job
-    other = tier._job_of(copied)
-    assert other != job and tier._job_of(copied) == other
+    assert tier.job_of(first) == job
+    other = tier.job_of(copied)
+    assert other != job and tier.job_of(copied) == other
     os.rename(first, moved)
-    assert tier._job_of(moved) == job
+    assert tier.job_of(moved) == job
     (tmp_path / "moved" / tier.JOB).write_text("[]")
-    assert tier._job_of(moved) != job
+    assert tier.job_of(moved) != job
 
 
 def test_images_are_of_the_present_start_and_not_of_children():

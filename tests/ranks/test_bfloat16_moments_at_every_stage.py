@@ -34,7 +34,7 @@ class Mixed(nn.Module):
         return self.low(x.to(torch.bfloat16)).float() @ self.turned
 
 
-def train(rank, zero, *, dtype=torch.bfloat16, master=True, steps=4, load=None, save=None, **options):
+def train(rank, zero, *, dtype=torch.bfloat16, master=True, steps=4, first=0, load=None, save=None, **options):
     torch.manual_seed(0)
     module = Mixed()
     turned, *others = module.turned, *module.first.parameters(), *module.low.parameters()
@@ -44,7 +44,7 @@ def train(rank, zero, *, dtype=torch.bfloat16, master=True, steps=4, load=None, 
     folder = pathlib.Path(os.environ["SW_TEST_FOLDER"])
     if load is not None:
         sw.load(folder / load, model, optimizer)
-    for step in range(steps):
+    for step in range(first, first + steps):
         model(batch(rank, 6, 7, step=step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

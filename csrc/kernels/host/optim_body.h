@@ -21,7 +21,11 @@
 #include "kernels/host/tables.h"
 #include "platform/cpu.h"
 
-enum { OPTIM_BLOCK_NUMEL = 1024, OPTIM_CHUNK_NUMEL = 64, OF_V = 1, OF_P = 2 };
+enum { OPTIM_BLOCK_NUMEL = 1024, OPTIM_CHUNK_NUMEL = 64 };
+/* which array of a parameter is rounded at random */
+#define OF_V 1u
+#define OF_P 2u
+#define OF_M ((uint64_t)1 << 32)
 
 #if defined(__clang__)
 #define OPTIM_LANES _Pragma("clang loop vectorize(assume_safety)")
@@ -29,6 +33,8 @@ enum { OPTIM_BLOCK_NUMEL = 1024, OPTIM_CHUNK_NUMEL = 64, OF_V = 1, OF_P = 2 };
 #define OPTIM_LANES _Pragma("GCC ivdep")
 #endif
 #define OPTIM_INLINE static inline __attribute__((always_inline))
+
+#include "kernels/host/moment_body.h"
 
 /* Return a*b + c rounded once. Without the instruction, the product is exact in double and the
  * sum's rounding error is recovered exactly (Knuth's two-sum). An inexact sum with an even last bit
@@ -63,33 +69,14 @@ typedef struct block { /* float32 arrays: in place, or widened into the caller's
     uint32_t place, key;   /* the first element's, of random_bits() */
 } block;
 
-/* ---- random rounding ---- */
-
-OPTIM_INLINE uint64_t mixed(uint64_t bits) /* splitmix64's last steps */
-{
-    bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9u;
-    bits = (bits ^ (bits >> 27)) * 0x94d049bb133111ebu;
-    return bits ^ (bits >> 31);
-}
-
-/* An element's number, modulo 2^32, times this odd number: neighbours lie far apart. */
-#define PLACE_STEP 0x9e3779b9u
-
 /* Set the random bits of a run from element `start` on. `which` tells arrays apart. */
-static void set_place(block *at, const sw_optim_run *run, uint64_t seed, size_t start, int which)
+static void set_place(block *at, const sw_optim_run *run, uint64_t seed, size_t start,
+                      uint64_t which)
 {
-    uint64_t array = 2 * (run->origin >> 40) + (uint64_t)which;
+    uint64_t array = 2 * (run->origin >> 40) + which;
     uint64_t key = mixed(mixed(mixed(seed) + array) + (uint64_t)run->step);
     at->place = (uint32_t)key + (uint32_t)(run->origin + start) * PLACE_STEP;
     at->key = (uint32_t)(key >> 32);
-}
-
-/* Return 16 random bits from an element's place in the sequence. The second key comes between the
- * steps, since a first one alone would permute the same bits at each step. */
-OPTIM_INLINE uint32_t random_bits(uint32_t place, uint32_t key)
-{
-    uint32_t bits = place ^ (place >> 15);
-    return ((bits + key) * 0x846ca68bu) >> 16;
 }
 
 /* Return the master; or its parameter, widened, if the master is a NaN or does not round to it:
@@ -300,7 +287,7 @@ static void sgd_block(const block *at, const sw_sgd_scalars *with)
 /* Return the address of element `at` of an array of that dtype. */
 static void *element(void *array, size_t at, sw_dtype dtype)
 {
-    return array ? (unsigned char *)array + at * (dtype == SW_DTYPE_FLOAT32 ? 4u : 2u) : NULL;
+    return array ? (unsigned char *)array + sw_optim_bytes(at, dtype) : NULL;
 }
 
 /* Return the block as float32: itself, or widened into `buffer`. */
@@ -312,6 +299,15 @@ static float *open_block(void *array, sw_dtype dtype, float *buffer, size_t coun
         widen_bfloat16(buffer, array, count);
     else
         widen_float16(buffer, array, count);
+    return buffer;
+}
+
+static float *open_moment(void *array, sw_dtype dtype, float *buffer, size_t count,
+                          const moment_form form)
+{
+    if (!array || dtype != SW_DTYPE_UINT8)
+        return open_block(array, dtype, buffer, count);
+    moment_decode(buffer, array, count, form);
     return buffer;
 }
 
@@ -388,12 +384,11 @@ static void open_run(block *at, buffers *wide, const sw_optim_run *run, size_t s
 {
     size_t left = run->numel - start, count = left < OPTIM_BLOCK_NUMEL ? left : OPTIM_BLOCK_NUMEL;
     sw_dtype state = run->state_dtype;
-    const unsigned char *g =
-        (const unsigned char *)run->g + start * (run->g_dtype == SW_DTYPE_FLOAT32 ? 4u : 2u);
+    const unsigned char *g = (const unsigned char *)run->g + sw_optim_bytes(start, run->g_dtype);
     at->count = count;
     at->p = open_block(element(run->p, start, run->p_dtype), run->p_dtype, wide->p, count);
-    at->m = open_block(element(run->m, start, state), state, wide->m, count);
-    at->v = open_block(element(run->v, start, state), state, wide->v, count);
+    at->m = open_moment(element(run->m, start, state), state, wide->m, count, FORM_M);
+    at->v = open_moment(element(run->v, start, state), state, wide->v, count, FORM_V);
     at->v_max = open_block(element(run->v_max, start, state), state, wide->v_max, count);
     at->g = open_gradient(g, run->g_dtype, wide->g, count);
     if (run->copy)
@@ -414,8 +409,17 @@ static void close_run(const block *at, const sw_optim_run *run, size_t start)
 static void close_random(block *at, const sw_optim_run *run, size_t start, uint64_t seed)
 {
     sw_optim_run nearest = *run;
+    void *v = element(run->v, start, run->state_dtype);
     set_place(at, run, seed, start, OF_V);
-    store_randomly(element(run->v, start, run->state_dtype), run->state_dtype, at->v, at);
+    if (run->state_dtype == SW_DTYPE_UINT8) {
+        moment_encode(v, at->v, at->count, at->place, at->key, FORM_V);
+        set_place(at, run, seed, start, OF_M);
+        moment_encode(element(run->m, start, run->state_dtype), at->m, at->count, at->place,
+                      at->key, FORM_M);
+        nearest.m = NULL;
+    } else {
+        store_randomly(v, run->state_dtype, at->v, at);
+    }
     nearest.v = NULL;
     if (!run->copy) {
         set_place(at, run, seed, start, OF_P);

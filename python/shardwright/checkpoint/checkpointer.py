@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from .._engine import CheckpointError, Error
 from ..comm.signals import SaveSignals, StopRequest, check_signals
+from ..comm.spares import is_waiting
 from ..comm.waits import on_every_rank
 from ..options.name_map import NameMap, Rename
 from ..options.names import offers_names
@@ -28,6 +29,7 @@ from .files import MAX_FILE_BYTES, check_options, integer, usable_timeout
 from .folder.directory import Directory
 from .folder.retention import BOARD, STEP_LIMIT, Kept
 from .joined import Modules, engines_of, members_of, parts_of
+from .memory.local import LocalTier, checked_folder
 from .memory.restoring import Candidate
 from .memory.tier import MemoryTier
 from .observers import observers_of
@@ -101,6 +103,12 @@ class Checkpointer:
         ranks. A launcher counts that as success. Call save() after each step. Needs the main thread.
     local_directory : path-like, optional
         The local directory for an address, shared by the hosts. Default: one below ~/.cache/shardwright.
+    local : path-like, optional
+        A folder outside of `directory`, on a disk that each host has for itself, such as its NVMe. A save copies this rank's
+        share there, whatever `snapshot` is, and the hosts copy it on to `directory` behind training. After wait() the step is
+        durable on the hosts' disks, after close() in `directory`, too. A restore() takes the newest step that is whole in
+        either place, and logs a step that a lost host takes with it. The last two steps stay in the folder: twice the bytes
+        of this host's share. If its disk is full, saves go to `directory` alone, and the log gives the reason.
     memory_every : int, optional
         save() also copies every step that is a multiple of it into memory that survives killed ranks, independent of
         saves to disk. restore() takes the newest complete step of both. Uses twice the bytes of this host's share of a
@@ -159,6 +167,7 @@ class Checkpointer:
         timeout_s: float = 1800.0,
         save_on: Iterable[int] = (),
         local_directory: str | os.PathLike[str] | None = None,
+        local: str | os.PathLike[str] | None = None,
         memory_every: int | None = None,
         memory_replicas: int | None = None,
     ) -> None:
@@ -186,12 +195,13 @@ class Checkpointer:
             address = address_of(directory)
             place = directory if address is None else local_folder(address, local_directory)
             self.directory = absolute_path("directory", place)
-            limits = (("snapshot", snapshot, "copy"), ("memory_every", memory_every, None))
+            limits = (("snapshot", snapshot, "copy"), ("memory_every", memory_every, None), ("local", local, None))
             for name, given, needed in limits if is_pipeline(model) else ():
                 if given != needed:
                     raise ValueError(
                         f"{name}={given!r} is not supported for stages of a pipeline: it must be {needed!r}"
                     )
+            disk = None if local is None else checked_folder(local, self.directory)
             self._training = Training(model, optimizer, scheduler, scaler, dataloader, user_state)
             steppers = members_of(self._training.optimizer)
             can_hook = bool(steppers) and all(takes_hooks(stepping_optimizer(each)) for each in steppers)
@@ -206,10 +216,10 @@ class Checkpointer:
             self._observers = observers_of(model)
             compared: dict[str, Any] = {"on_busy": on_busy, "max_file_bytes": file_bytes, "verify": bool(verify)}
             compared |= {"save_on": [each.name for each in self._save_on]}
-            compared |= {"memory_every": memory_every, "memory_replicas": memory_replicas}
-            return compared, (file_bytes, writers, bandwidth, address, rules)
+            compared |= {"memory_every": memory_every, "memory_replicas": memory_replicas, "local": local is not None}
+            return compared, (file_bytes, writers, bandwidth, address, rules, disk)
 
-        max_file_bytes, threads, bandwidth, address, rules = self._peers.agree(check, "Checkpointer()")
+        max_file_bytes, threads, bandwidth, address, rules, disk = self._peers.agree(check, "Checkpointer()")
         self._timeout_s = timeout_s = float(timeout_s)
         self._lazy = snapshot == "lazy"
         self._on_busy = on_busy
@@ -219,7 +229,11 @@ class Checkpointer:
         self._every: int | None = None  # `every` of the first save(), equal on all ranks
         self._hooks: list[Any] = []
         self._memory: MemoryTier | None = None
+        self._local: LocalTier | None = None
         self._memory_every = memory_every
+        if is_waiting():  # a spare opens nothing until it has a rank's place: see _come_back()
+            self._closed = True
+            return
         self._place = Directory(self._peers, self.directory, address, rules)
         nonce, is_read_only = self._place.nonce, bool(self._place.read_only)
         with contextlib.ExitStack() as held:  # without references to this object, whose end it outlives
@@ -235,6 +249,10 @@ class Checkpointer:
                     self._peers, self.directory, nonce, memory_replicas, threads=threads, timeout_s=timeout_s
                 )
                 held.callback(self._memory.close, goodbye=False)
+            if disk is not None and not is_read_only:
+                options: Any = {"threads": threads, "timeout_s": timeout_s}
+                self._local = LocalTier(self._peers, self.directory, disk, nonce, **options)
+                held.callback(self._local.close, goodbye=False)
             held.callback(self._writer.close)
             held.callback(_remove, self._hooks)
             if self._lazy:
@@ -267,12 +285,17 @@ class Checkpointer:
                 with contextlib.suppress(TypeError, AttributeError):  # it keeps its hooks in a plain dict, or has none
                     self._hooks.append(optimizer.register_load_state_dict_post_hook(forget))
 
+    def _warm(self) -> None:
+        """Allocate staging, unless the snapshot of a save lies on a disk."""
+        if not self._place.read_only and (self._local is None or self._local.off):
+            self._writer.warm(self._training, lazy=self._lazy)
+
     def _warm_staging(self) -> None:
         """Allocate staging for the model now, and for the optimizer's state after the first step."""
         if self._place.read_only:
             return
         optimizer = stepping_optimizer(next(reversed(members_of(self._training.optimizer)), None))
-        self._writer.warm(self._training, lazy=self._lazy)
+        self._warm()
         if takes_hooks(optimizer) and not optimizer.state:
             with contextlib.suppress(TypeError):  # it keeps its hooks in a plain dict: the first save allocates staging
                 self._warming = optimizer.register_step_post_hook(weakly(self._warm_after_step))
@@ -281,7 +304,7 @@ class Checkpointer:
     def _warm_after_step(self, *_: Any) -> None:
         if not self._closed:
             self._warming.remove()
-            self._writer.warm(self._training, lazy=self._lazy)
+            self._warm()
 
     # saving -----------------------------------------------------------------------------------------------------------
 
@@ -366,7 +389,8 @@ class Checkpointer:
         except CheckpointError as error:
             self._writer.refuse(error)
         metric = None if metric is None else float(metric)
-        self._writer.begin(target, step + 1, self._training, lazy=self._lazy, metric=metric)
+        local = self._local if self._local is not None and self._local.is_due(step + 1, False) else None
+        self._writer.begin(target, step + 1, self._training, lazy=self._lazy, metric=metric, local=local)
         self._interval.restart()
         return True
 
@@ -419,7 +443,7 @@ class Checkpointer:
 
     @on_every_rank("Checkpointer.wait()")
     def wait(self) -> None:
-        """Wait until the running save is durable.
+        """Wait until the running save is durable. With `local` that is on the hosts' disks; close() waits for the copy, too.
 
         Raises
         ------
@@ -427,11 +451,15 @@ class Checkpointer:
             The save failed on some rank. All ranks raise the same message, once; `errno` is the system's error, if any.
         """
         with self._call.of("wait()"):
-            self._wait()
-            self._place.upload()
+            self._check_open()
+            if self._local is None or not self._local.is_durable(self._writer.is_busy):
+                self._wait()
+                self._place.upload()
 
     def _wait(self) -> None:
         self._check_open()
+        if self._local is not None:
+            self._local.wait()
         self._writer.wait(lambda: self._stop.is_asked)
 
     @property
@@ -441,9 +469,17 @@ class Checkpointer:
 
         A memory tier adds memory_step (the newest step that this rank has copied), memory_bytes (of its share), and memory_skipped
         (steps skipped because the previous copy was still in transfer to another host). On the first rank of a host,
-        memory_fetched counts the bytes that the last restore fetched from other hosts."""
+        memory_fetched counts the bytes that the last restore fetched from other hosts. `local` adds local_step, the newest step that
+        this rank has copied to its host's disk, and local_bytes (of its share)."""
         self._check_open()
-        return self._writer.progress() | ({} if self._memory is None else self._memory.progress())
+        found = self._writer.progress()
+        for tier in self._tiers:
+            found |= tier.progress()
+        return found
+
+    @property
+    def _tiers(self) -> list[MemoryTier]:
+        return [tier for tier in (self._memory, self._local) if tier is not None]
 
     # restoring --------------------------------------------------------------------------------------------------------
 
@@ -477,6 +513,8 @@ class Checkpointer:
             On every rank: no checkpoint can be read, or none has `step`; or the newest sound one belongs to another
             model or has a newer format than this program supports.
         """
+        if is_waiting():
+            return 0
         with self._call.of("restore()"):
             completed = self._restore(step, include, rename, strict)
         for observer in self._observers:
@@ -492,7 +530,7 @@ class Checkpointer:
         self._settle("restores", checks=False)
         step, name_map = self._peers.agree(check, "restore()")
         listed = self._place.list(is_preference=step is None)
-        kept = [] if self._memory is None else self._memory.candidates()
+        kept = [each for tier in self._tiers for each in tier.candidates()]
         if step is not None:
             chosen = [path for found, path in listed if found == step]
             kept = [each for each in kept if each.step == step]
@@ -517,22 +555,32 @@ class Checkpointer:
                     continue
                 self._fill_stages(restored, path, name_map)
                 apply_together(restored, self._peers)
-            if isinstance(place, Candidate) and self._memory is not None:
-                self._memory.took(place)
-            if step is not None:
-                self._place.go_on_from(Kept(step, path, nonce=restored.folder.nonce))
-                if self._memory is not None:
-                    self._memory.forget_after(step)
-            if not self._place.read_only:
-                self._writer.warm(self._training, lazy=self._lazy)
-            return int(restored.folder.step)
+            if isinstance(place, Candidate):
+                place.tier.took(place)
+            found = int(restored.folder.step)
+            if step is not None or self._has_lost_after(found):
+                self._go_on_from(Kept(found, path, nonce=restored.folder.nonce))
+            self._warm()
+            return found
         if refusals:
             raise CheckpointError(
                 f"none of the {len(refusals)} checkpoints in '{self.directory}' can be read; the newest: {refusals[0]}"
                 if step is None
                 else f"the checkpoint of step {step} cannot be read: {refusals[0]}"
             )
+        if self._has_lost_after(0):
+            self._go_on_from(Kept(0, self.directory))
         return 0
+
+    def _has_lost_after(self, step: int) -> bool:
+        """Return True if a later step was durable on the hosts' disks and is not whole there; log it. Collective."""
+        return self._local is not None and self._local.lost_after(step, self._place.torn()) is not None
+
+    def _go_on_from(self, chosen: Kept) -> None:
+        """Abandon what is later than `chosen`, also on hosts that are away now. Collective."""
+        self._place.go_on_from(chosen)
+        for tier in self._tiers:
+            tier.forget_after(chosen.step)
 
     def _fill_stages(self, restored: Restore, path: str, names: NameMap) -> None:
         """Fill the stages of a pipeline, if any, from a folder that `restored` has verified. Collective."""
@@ -548,9 +596,8 @@ class Checkpointer:
         """Open a checkpoint on disk or in memory, until `opened` ends. Raise Rejected to pass it over. Collective."""
         source = None
         if isinstance(place, Candidate):
-            assert self._memory is not None
             with rejected():
-                source = self._memory.assemble(place, opened)
+                source = place.tier.assemble(place, opened)
         elif why := self._place.fetch(path):
             raise Rejected(why)
         if self._training.stages:  # all but the model is restored: see _fill_stages()
@@ -585,8 +632,8 @@ class Checkpointer:
                 try:
                     self._wait()
                     self._place.upload()
-                    if self._memory is not None:
-                        self._memory.close(goodbye=True)
+                    for tier in self._tiers:
+                        tier.close(goodbye=True)
                 finally:
                     self._close(self._writer.wait)
 
@@ -602,6 +649,8 @@ class Checkpointer:
 
     def _leave(self) -> None:
         """End without communication, since ranks were lost: a save that they took part in fails; steps in memory stay."""
+        if self._closed:  # by an attempt before, or a spare's
+            return
         with _failures_logged():
             self._close(functools.partial(self._writer.wait_alone, lambda: True))
 
@@ -615,16 +664,17 @@ class Checkpointer:
             raise
 
     def _go_on_from_live(self) -> None:
-        """Begin after the live state, which no restore has taken: the newest step in memory stays until one is complete. Collective."""
-        for candidate in [] if self._memory is None else self._memory.candidates()[-1:]:
-            self._memory.took(candidate)  # type: ignore[union-attr]
-        self._writer.warm(self._training, lazy=self._lazy)
+        """Begin after the live state, which no restore has taken: the newest step of a tier stays until one is complete. Collective."""
+        for tier in self._tiers:
+            for candidate in tier.candidates()[-1:]:
+                tier.took(candidate)
+        self._warm()
 
     def __enter__(self) -> Checkpointer:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if error is None:
+        if error is None or self._closed:
             self.close()
             return
         # the block's own error propagates, and other ranks may not exit the block: wait without communication
@@ -637,11 +687,13 @@ class Checkpointer:
         found = {"directory": self.directory, "snapshot": "lazy" if self._lazy else "copy", "state": state}
         if self._memory is not None:
             found["memory"] = self._memory.off or f"each {self._memory_every}, {self._memory.replicas} replicas"
+        if self._local is not None:
+            found["local"] = self._local.off or self._local.folder
         return found
 
 
 def _merged(listed: list[tuple[int, str]], kept: list[Candidate]) -> list[tuple[int, str | Candidate]]:
-    """Return checkpoints on disk and in memory in order of preference, best last. Memory is better at equal steps."""
+    """Return checkpoints in the directory and in tiers in order of preference, best last. A tier is better at equal steps."""
     found: list[tuple[int, str | Candidate]] = [*listed]
     for each in kept:
         at = len(found)

@@ -27,10 +27,15 @@ from .training import Training
 #: bytes of tensors that are copied in each step; with more, steps in memory or on disk are taken
 _MOST_BYTES = 1 << 20
 _KEPT = (*STATEFUL, "dataloader")
+#: the number of a rank that was a spare, and has no state
+NEW = -2
 
 
 class Live:
-    """The live state of this rank, and an observer of its Checkpointer's saves. `number`: of the step that comes next; -1: unknown."""
+    """The live state of this rank, and an observer of its Checkpointer's saves.
+
+    `number`: of the step that comes next; -1: unknown; NEW: there is none.
+    """
 
     def __init__(self, training: Training, engines: Sequence[Engine]) -> None:
         self._training, self._engines = training, engines
@@ -85,11 +90,14 @@ class Live:
         self._rest, self._buffers = (nodes, tensors), [each.clone() for each in buffers]
         self.number = self._rest_of = number
 
-    def take(self, peers: Peers) -> int | None:
-        """Make the newest live state that of all ranks. Return the number of the next step; None if no rank has one. Collective."""
-        numbers = peers.exchange(self.number if self.is_possible else -1, "live states")
+    def take(self, peers: Peers, *, serves_new: bool) -> int | None:
+        """Make the newest live state that of all ranks. Return the number of the next step; None if no rank has one. Collective.
+
+        `serves_new`: also if some rank is new; else None is returned then.
+        """
+        numbers = peers.exchange(self.number if self.is_possible or self.number == NEW else -1, "live states")
         newest = max(numbers)
-        if newest < 0:
+        if newest < 0 or (NEW in numbers and not serves_new):
             return None
         with torch.no_grad():
             if newest in (

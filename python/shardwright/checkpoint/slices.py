@@ -19,6 +19,7 @@ from .._engine import CheckpointError
 from ..layout.local_parameters import module_parameter
 from ..layout.memory import has_memory, without_memory
 from ..layout.shard_mesh import Slicing
+from ..optim import moments
 from ..optim.sharded import ShardedOptimizer
 from ..parameters.sharded_groups import ReleasedParameters
 from ..parameters.sharded_parameter import plain_part
@@ -28,9 +29,9 @@ from .joined import engines_of, members_of, sharded_of
 from .state.composed import apart, check_sliceable
 
 #: one entry of a sliced optimizer's state: (kind, dtype, shape). A CUT entry is sliced like its parameter and has no shape
-#: of its own; a VALUE is not a tensor and has neither
+#: of its own, nor have RECORDS, blocks of int8; a VALUE is not a tensor and has neither
 Entry = tuple[str, str, tuple[int, ...]]
-CUT, WHOLE, VALUE = "cut", "whole", "value"
+CUT, RECORDS, WHOLE, VALUE = "cut", "records", "whole", "value"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +176,8 @@ def _entry(key: str, value: Any, piece: torch.Tensor | None) -> Entry:
     if not isinstance(value, torch.Tensor):
         return VALUE, "", ()
     dtype = str(value.dtype).removeprefix("torch.")
+    if moments.is_records(value):
+        return RECORDS, dtype, ()
     if piece is not None and value.shape == piece.shape and key != "step":
         return CUT, dtype, ()
     return WHOLE, dtype, tuple(value.shape)
@@ -238,10 +241,13 @@ def sliced_state(
                 entries[key] = values.get(number, {}).get(key)
                 continue
             full = tuple(parameter.shape) if kind == CUT else shape
+            if kind == RECORDS:
+                full = (moments.blocks(optimizer.layout_of(parameter).numel()), moments.RECORD)
             made = Sliced(getattr(torch, dtype), full, (), turn=turn)
-            if key in state and (speaks if kind == CUT else begins and piece is not None and first == 0):
+            if key in state and (begins and piece is not None and first == 0 if kind == WHOLE else speaks):
                 flat = state[key].detach().resolve_conj().contiguous().reshape(-1)
-                parts = placed_parts(parameter, first, flat) if kind == CUT else ((0, flat),)
+                begin = moments.run(first, first)[0] if kind == RECORDS else 0
+                parts = placed_parts(parameter, first, flat) if kind == CUT else ((begin, flat),)
                 made = dataclasses.replace(made, parts=parts, live=(state[key],))
             entries[key] = made
     return found

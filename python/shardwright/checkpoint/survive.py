@@ -16,6 +16,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -23,14 +24,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import Error
+from ..comm import spares as waiting
 from ..comm.failures import reports_peer
 from ..comm.process_group import abort_all
 from ..comm.regroup import Finished, Member, Regroup, own_member
 from ..optim.sharded import ShardedOptimizer
 from ..options.checks import count
+from ..torch_compat.internals import group_timeout
 from .checkpointer import Checkpointer
 from .joined import averaging, engines_of, members_of, sharded_of
-from .live import Live
+from .live import NEW, Live
 
 __all__ = ["Step", "steps", "survive"]
 
@@ -65,7 +68,9 @@ class Step(int):
         return error is not None and self._job.is_lost(error)
 
 
-def steps(checkpointer: Checkpointer, stop: int, *, min_ranks: int = 1, wait_s: float = _WAIT_S) -> Iterator[Step]:
+def steps(
+    checkpointer: Checkpointer, stop: int, *, min_ranks: int = 1, wait_s: float = _WAIT_S, spares: int = 0
+) -> Iterator[Step]:
     """Yield the steps that are left up to `stop`. When a rank is lost, the others go on in the same processes.
 
     Parameters
@@ -80,6 +85,9 @@ def steps(checkpointer: Checkpointer, stop: int, *, min_ranks: int = 1, wait_s: 
     wait_s : float
         Seconds in (0, 1e9] after which a living rank that has not come is left out, and killed. Longer than the longest pause
         of one rank.
+    spares : int
+        For so many lost ranks the others wait, up to `wait_s`, until a spare takes the place: the number of ranks, and with it the
+        bits, stay. A spare that waits already is taken in any case. Needs `shardwright rank`, which starts spares and restarts ranks.
 
     Yields
     ------
@@ -99,11 +107,17 @@ def steps(checkpointer: Checkpointer, stop: int, *, min_ranks: int = 1, wait_s: 
     Collective. torch's default group is made anew: dist.get_rank() and dist.get_world_size() change, and groups that the program
     made itself have ended. The body reads them, and sw.elastic.batches(), anew in each step. State that `checkpointer` does not
     hold, such as an iterator over data, is not taken back.
+
+    A spare runs the same program as rank 0 of 1 up to here, and waits. It goes on with the step of the others once it has a rank's
+    place, or ends with SystemExit(0) after their last step.
     """
-    job = _Job(checkpointer, min_ranks, wait_s)
+    job = _Job(checkpointer, min_ranks, wait_s, spares)
     try:
         number = job.restore()
         while number < stop or (number := job.finish(stop)) < stop:
+            if job.grows(number):
+                number = job.recover()
+                continue
             step = Step(number)
             step._job = job
             job.live.begin(number)
@@ -116,10 +130,18 @@ def steps(checkpointer: Checkpointer, stop: int, *, min_ranks: int = 1, wait_s: 
 
 
 def survive(
-    train: Callable[[int], _Result], checkpointer: Checkpointer, *, min_ranks: int = 1, wait_s: float = _WAIT_S
+    train: Callable[[int], _Result],
+    checkpointer: Checkpointer,
+    *,
+    min_ranks: int = 1,
+    wait_s: float = _WAIT_S,
+    spares: int = 0,
 ) -> _Result:
-    """Return train(step), called with the restored step; when a rank is lost the others call it again. Options as in steps()."""
-    job = _Job(checkpointer, min_ranks, wait_s)
+    """Return train(step), called with the restored step; when a rank is lost the others call it again. Options as in steps().
+
+    A spare takes a place when a rank is lost, and not between two steps: train() would have to return.
+    """
+    job = _Job(checkpointer, min_ranks, wait_s, spares)
     try:
         number = job.restore()
         while True:
@@ -139,19 +161,26 @@ def survive(
 class _Job:
     """The ranks, engines and optimizers of one training in place."""
 
-    def __init__(self, checkpointer: Checkpointer, min_ranks: int, wait_s: float) -> None:
+    def __init__(self, checkpointer: Checkpointer, min_ranks: int, wait_s: float, spares: int) -> None:
         self._checkpointer, self._tries, self._number = checkpointer, _TRIES, -1
         peers, training = checkpointer._peers, checkpointer._training
+        found = waiting.begin_loop()
+        size = peers.world_size if found is None else len(found.members)
 
         def check() -> tuple[dict[str, int], None]:
-            count(1, peers.world_size, f"a number of ranks in [1, {peers.world_size}]")("min_ranks", min_ranks)
+            count(1, size, f"a number of ranks in [1, {size}]")("min_ranks", min_ranks)
+            count(0, size, f"a number of ranks in [0, {size}]")("spares", spares)
+            if spares and waiting.START not in os.environ:
+                raise ValueError(
+                    f"spares={spares} needs `shardwright rank`, which starts them: nothing else has started this rank"
+                )
             if isinstance(wait_s, bool) or not isinstance(wait_s, (int, float)) or not 0 < wait_s <= 1e9:
                 raise ValueError(f"wait_s must be in (0, 1e9] seconds, got {wait_s!r}")
             if why := self._unmovable():
                 raise ValueError(
                     f"sw.steps and sw.survive do not go on in the same processes with {why}: restart after a lost rank"
                 )
-            return {"min_ranks": min_ranks}, None
+            return {"min_ranks": min_ranks, "spares": spares}, None
 
         peers.agree(check, "sw.steps()")
         self._engines = engines_of(training.model)
@@ -160,9 +189,18 @@ class _Job:
         self._plain = [(each, engine) for engine in self._engines for each in plain]
         self.live = Live(training, self._engines)
         checkpointer._observers.append(self.live)
-        folder = peers.first(self._make_folder, "the folder of attempts")
-        members = [Member(*each) for each in peers.exchange(own_member(), "processes of ranks")]
-        self._ranks = Regroup(folder, members, peers.rank, least=min_ranks, wait_s=wait_s)
+        own = -1 if found else peers.rank
+        if found is None:
+            folder = peers.first(self._make_folder, "the folder of attempts")
+            members = [Member(*each) for each in peers.exchange(own_member(), "processes of ranks")]
+            found = waiting.Job(
+                folder, members, dist.get_backend(), group_timeout(dist.group.WORLD).total_seconds(), {}
+            )
+            if own == 0:
+                waiting.publish(found)
+        limits: dict[str, Any] = {"least": min_ranks, "wait_s": wait_s, "awaited": spares, "backend": found.backend}
+        timeout = timedelta(seconds=found.timeout_s)
+        self._ranks = Regroup(found.folder, found.members, own, timeout=timeout, **limits)
 
     def _make_folder(self) -> str:
         """Return a new folder of attempts, in place of earlier ones."""
@@ -170,7 +208,9 @@ class _Job:
         for name in os.listdir(directory):
             if name.startswith(_FOLDER):
                 shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
-        return os.path.join(directory, _FOLDER + secrets.token_hex(8))
+        folder = os.path.join(directory, _FOLDER + secrets.token_hex(8))
+        os.mkdir(folder, 0o700)
+        return folder
 
     def _unmovable(self) -> str:
         """Return what cannot change its ranks, or ""."""
@@ -193,7 +233,7 @@ class _Job:
             given["a communication hook"] = engine.options.compress is None and engine.comm_hooks
             given["a wrapper inside a wrapper"] = engine.inner or engine.is_around
             why = why or next((name for name, value in given.items() if value), "")
-        if checkpointer._place.read_only:
+        if not waiting.is_waiting() and checkpointer._place.read_only:
             why = why or "a directory that cannot be written to"
         return why
 
@@ -210,8 +250,21 @@ class _Job:
             is_lost = bool(self._ranks.dead())
         return is_lost
 
+    def grows(self, number: int) -> bool:
+        """Return True, on all ranks before the same step, if a spare takes a free place now. A save under way is complete then."""
+        if not self._ranks.grows(number):
+            return False
+        self._checkpointer.wait()
+        return True
+
     def restore(self) -> int:
-        """Restore the newest whole step, and keep the first one in memory if no step was saved. Collective."""
+        """Restore the newest whole step, and keep the first one in memory if no step was saved. Collective. A spare waits here."""
+        if waiting.is_waiting():
+            self.live.number = NEW
+            try:
+                return self.recover()
+            except Finished:
+                raise SystemExit(0) from None
         number, memory = self._checkpointer.restore(), self._checkpointer._memory
         # at zero=0 all are whole, and an image without the optimizer's state would be too small for the next step
         if not number and memory is not None and all(each.options.zero for each in self._engines):
@@ -237,21 +290,22 @@ class _Job:
     def recover(self) -> int:
         """Go on with the ranks that are left. Return the number of the next step."""
         while True:
-            before, own, attempt = len(self._ranks.members), self._ranks.own, self._ranks.attempt
+            before, own, attempt = self._ranks.members, self._ranks.own, self._ranks.attempt
             try:
                 number = self._go_on()
                 break
             except Exception as error:
-                self._count(len(self._ranks.members) < before or bool(self._ranks.dead()))
+                self._count(self._ranks.members != before or bool(self._ranks.dead()))
                 if not self.is_lost(error) or self._ranks.attempt == attempt or not self._tries:
                     raise
                 _logger.warning("a rank was lost while others went on in place, and they begin again: %s", error)
-        self._count(len(self._ranks.members) < before or number > self._number)
+        self._count(self._ranks.members != before or number > self._number)
         self._number = number
         if self._ranks.own == 0:
+            new = sum(each not in before for each in self._ranks.members)
             _logger.warning(
-                "%d of %d ranks are left, and go on in place with step %d (rank 0 was rank %d)",
-                *(len(self._ranks.members), before, number, own),
+                "%d of %d ranks are left, %d spares take a place, and they go on in place with step %d (rank 0 was rank %d)",
+                *(len(self._ranks.members) - new, len(before), new, number, own),
             )
         return number
 
@@ -264,6 +318,8 @@ class _Job:
         for each in self._engines:
             each.leave()
         self._ranks.meet()
+        if waiting.is_waiting():
+            waiting.seat()
         self._ranks.make_group()
         for each in self._engines:
             each.replicas  # noqa: B018, makes them
@@ -274,7 +330,9 @@ class _Job:
         checkpointer = self._checkpointer
         checkpointer._come_back()
         checkpointer._observers.append(self.live)
-        newest = self.live.take(checkpointer._peers)
+        # of a new rank, generators and positions in data are those of its seat only in a step that its predecessor has kept
+        keeps = checkpointer._memory_every == 1 or checkpointer._training.dataloader is not None
+        newest = self.live.take(checkpointer._peers, serves_new=not keeps)
         if newest is not None:
             checkpointer._go_on_from_live()
             return newest

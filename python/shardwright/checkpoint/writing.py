@@ -19,6 +19,7 @@ from ..comm.waits import Wait
 from .device_staging import DeviceStaging
 from .folder.partial import is_abandoned
 from .inventory import Inventory, Listed
+from .memory.local import LocalTier
 from .memory.tier import MemoryTier
 from .peers import Peers, os_error
 from .slices import Sliced, held_bytes, loads_slices
@@ -82,9 +83,18 @@ class Writer:
             peers.check_board(board, nonce)
 
     def begin(
-        self, target: Target, step: int, training: Training, *, lazy: bool = False, metric: float | None = None
+        self,
+        target: Target,
+        step: int,
+        training: Training,
+        *,
+        lazy: bool = False,
+        metric: float | None = None,
+        local: LocalTier | None = None,
     ) -> None:
-        """Take the snapshot and start writing. Every rank calls begin() or refuse() at the same steps."""
+        """Take the snapshot and start writing. Every rank calls begin() or refuse() at the same steps.
+
+        `local`, after is_due(): the snapshot is an image there, which is durable by itself."""
         assert self._board is not None
         try:
             self._peers.renew_board(self._board, self._nonce_prefix)
@@ -95,7 +105,7 @@ class Writer:
         try:
             with contextlib.ExitStack() as opened:
                 listed = self.inventory.agree(training, step, opened)
-                self._start(target, step, training, listed, lazy, metric)
+                self._start(target, step, training, listed, lazy, metric, local)
         except BaseException as error:
             sentence = str(error)
             if not isinstance(error, CheckpointError):
@@ -110,20 +120,33 @@ class Writer:
             raise os_error(sentence, getattr(error, "errno", None)) from error
 
     def _start(
-        self, target: Target, step: int, training: Training, listed: Listed, lazy: bool, metric: float | None
+        self,
+        target: Target,
+        step: int,
+        training: Training,
+        listed: Listed,
+        lazy: bool,
+        metric: float | None,
+        local: LocalTier | None,
     ) -> None:
         sources, (own, own_sources) = self.inventory.sources(training, listed), self.inventory.own_sources(listed)
-        self._held, self._spoiled = listed.shared if lazy else None, ""
         self._target = target.folder, self._nonce_prefix + _base36(self._number)
+        content: dict[str, Any] = {
+            "shared": listed.plan, "shared_sources": sources, "own": own, "own_sources": own_sources, "device": self._staging.for_saver(),
+        }  # fmt: skip
+        share = functools.partial(self._share, training)
+        image = None if local is None else local.put(step, self._target[1], self.inventory.layout, content, share)
+        if image is not None and local is not None:
+            content |= local.content_in(image, content)
+        self._held, self._spoiled = listed.shared if lazy and image is None else None, ""
         listed.plan.trim(self._peers.rank, self._peers.world_size, _NAMES_KEPT_BYTES if lazy else 0)
         self._saver.begin(
-            **vars(target), nonce=self._target[1], number=self._number, step=step, metric=metric, shared=listed.plan,
-            shared_sources=sources, own=own, own_sources=own_sources, lazy=lazy, timeout_s=self._timeout_s,
-            device=self._staging.for_saver(),
+            **vars(target), **content, nonce=self._target[1], number=self._number, step=step, metric=metric,
+            lazy=lazy or image is not None, timeout_s=self._timeout_s,
         )  # fmt: skip
         if self._spoiled:
             self._saver.cancel(_tellable(self._spoiled))
-        if lazy:
+        if self._held is not None:
             ahead, groups = listed.shared.ahead, listed.shared.groups
             groups = groups if ahead is None else [*ahead.groups, *groups]
             live = [(n, t) for g in groups for n, t in g.tensors.items() if n not in g.eager]
@@ -133,17 +156,17 @@ class Writer:
     def keep(self, step: int, training: Training, tier: MemoryTier, ready: Listed | None) -> None:
         """Copy this rank's share to `tier`, after tier.is_due(). `ready`: of inventory.repeat(), if all ranks have one."""
         self._kept += 1
-        nonce, world_size = f"{self._nonce_prefix}m{_base36(self._kept)}", self._peers.world_size
-
-        def share() -> tuple[int, bool]:
-            return held_bytes(training.model, training.optimizer, world_size), loads_slices(training.model)
-
+        nonce, share = f"{self._nonce_prefix}m{_base36(self._kept)}", functools.partial(self._share, training)
         with contextlib.ExitStack() as opened:
             listed = ready or self.inventory.agree(training, step, opened)
             own, own_sources = self.inventory.own_sources(listed)
             sources = self.inventory.sources(training, listed) if listed.sources is None else listed.sources
             content = {"shared": listed.plan, "shared_sources": sources, "own": own, "own_sources": own_sources}
             tier.put(step, nonce, self.inventory.layout, {**content, "device": self._staging.for_saver()}, share)
+
+    def _share(self, training: Training) -> tuple[int, bool]:
+        """Return the bytes that this rank writes, and True if it reads only its slices at a restore."""
+        return held_bytes(training.model, training.optimizer, self._peers.world_size), loads_slices(training.model)
 
     def _give_up(self, reason: str) -> None:
         """Abandon a save that is being started. Its threads may already read memory that this writer keeps alive."""

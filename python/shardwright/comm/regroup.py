@@ -1,8 +1,9 @@
 """How the ranks that are left after a fault agree on their new group, and make torch's default group anew.
 
 They meet in a folder that all of them see, since the store of torch's old group may have ended with rank 0. Each word in it is a
-file that is linked once, so all ranks read the word of the first that spoke. move() is the whole protocol. A test explores it
-with every order of moves and two faults at any point (docs/design/in_place.md).
+file that is linked once, so all ranks read the word of the first that spoke. Spares wait in the same folder for the place of a
+lost rank. move() is the whole protocol. A test explores it with every order of moves and two faults at any point
+(docs/design/in_place.md).
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from .._engine import Error
-from ..torch_compat.internals import default_store, end_groups, group_timeout, set_group_timeout
+from ..torch_compat.internals import default_store, end_groups, set_group_timeout
 from . import process_group
 from .account import is_running
 from .rendezvous import comm_error
@@ -53,24 +54,43 @@ class Move(NamedTuple):
     goes_on: bool | None = None  # None: look again
 
 
-def move(own: int, count: int, least: int, said: Mapping[str, Any], dead: Collection[int], is_late: bool) -> Move:
+def move(
+    own: int | str,
+    count: int,
+    least: int,
+    said: Mapping[str, Any],
+    dead: Collection[int | str],
+    is_late: bool,
+    spares: Sequence[str] = (),
+    full: int = 0,
+    awaited: int = 0,
+) -> Move:
     """Return the next move of member `own` of `count` in one attempt, from what was `said` in it and which members are `dead`.
 
-    `is_late`: this rank no longer waits for living members that have not come, or not said that they are ready. Words, each said
-    once:
+    `is_late`: this rank no longer waits for living members that have not come, or not said that they are ready. `spares`: names of
+    living spares that wait; such a name is the `own` of a spare. The group grows up to `full` ranks. For `awaited` lost ranks the
+    others wait until a spare is there. Words, each said once:
 
     here/R      member R takes part
-    members     the numbers that go on; [] if fewer than `least` are left
-    ready/R     member R has read that it is one of them
+    members     those that go on, in the order of their new numbers; a spare by its name; [] if fewer than `least` are left
+    ready/R     member R, or spare R, has read that it is one of them
     outcome     True: all of them were ready and alive; False: one died or stopped, and the rest tries again without it
     """
-    if f"here/{own}" not in said:
+    is_spare = isinstance(own, str)
+    if not is_spare and f"here/{own}" not in said:
         return Move((f"here/{own}", True))
     if "members" not in said:
+        if is_spare:  # it has no word before; once no rank is left to choose it, it ends
+            return Move(goes_on=False) if all(each in dead for each in range(count)) else Move()
         came = [each for each in range(count) if f"here/{each}" in said and each not in dead]
-        if len(came) < count - len(dead) and not is_late:
+        living = sum(each not in dead for each in range(count))
+        if not is_late and (len(came) < living or len(spares) < min(count - len(came), awaited)):
             return Move()
-        return Move(("members", came if len(came) >= least else []))
+        waiting = list(spares)
+        seats = [each if each in came else waiting.pop(0) if waiting else None for each in range(count)]
+        chosen = [each for each in seats if each is not None]
+        chosen += waiting[: max(full - len(chosen), 0)]
+        return Move(("members", chosen if len(chosen) >= least else []))
     members = said["members"]
     if own not in members:
         return Move(goes_on=False)
@@ -98,7 +118,8 @@ class Board:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._said: dict[str, Any] = {}
-        os.makedirs(folder, mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
 
     def say(self, key: str, value: Any) -> None:
         """Say a word, unless some rank has said it."""
@@ -121,68 +142,139 @@ class Board:
 
 
 class Regroup:
-    """The members of a job that goes on in place, numbered as torch's default group numbers them."""
+    """The members of a job that goes on in place, numbered as torch's default group numbers them.
 
-    def __init__(self, folder: str, members: Sequence[Member], own: int, *, least: int, wait_s: float) -> None:
-        self._folder, self.members, self.own = folder, list(members), own
-        self._least, self._wait_s = least, wait_s
-        self._backend, self._timeout = dist.get_backend(), group_timeout(dist.group.WORLD)
+    `own`: this rank's number; -1 in a spare that has no rank's place yet. Others: those of move().
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        members: Sequence[Member],
+        own: int,
+        *,
+        least: int,
+        wait_s: float,
+        awaited: int,
+        backend: str,
+        timeout: timedelta,
+    ) -> None:
+        self._folder, self.members, self.full = folder, list(members), len(members)
+        self._least, self._wait_s, self._awaited = least, wait_s, awaited
+        self._backend, self._timeout = backend, timeout
+        self._chosen = set[str]()
         self.attempt = 0
         self.is_over = False  # True once this rank cannot go on
+        self._process = own_member()
+        self.own, self._name = own, f"s{self._process.pid}x{self._process.start}"
+        with self._in_folder():
+            self._waiting = Board(os.path.join(folder, "spares"))
+            if own < 0:
+                self._waiting.say(self._name, self._process)
 
-    def dead(self) -> set[int]:
-        """Return the members whose processes have ended, as far as this host sees them."""
-        place = self.members[self.own].place
+    def _candidates(self) -> dict[int | str, Member]:
+        """Return the members, and the spares of this host that have never been chosen."""
+        candidates: dict[int | str, Member] = dict(enumerate(self.members))
+        for name, each in sorted(self._waiting.said().items()):
+            if name not in self._chosen and Member(*each).place == self._process.place:
+                candidates[name] = Member(*each)
+        return candidates
+
+    def _ended(self, candidates: Mapping[Any, Member]) -> set[Any]:
+        place = self._process.place
         return {
             number
-            for number, each in enumerate(self.members)
+            for number, each in candidates.items()
             if each.place == place and not is_running(each.pid, each.start)
         }
 
+    def dead(self) -> set[int]:
+        """Return the members whose processes have ended, as far as this host sees them."""
+        return self._ended(dict(enumerate(self.members)))
+
+    def grows(self, step: int) -> bool:
+        """Return True, on all ranks before the same step, if a place is free and a spare waits. Else it costs a look, or nothing.
+
+        Rank 0 says it a step ahead: each step is a round of all ranks, so they have read it before the next one.
+        """
+        if len(self.members) == self.full:
+            return False
+        with self._in_folder():
+            board = Board(os.path.join(self._folder, str(self.attempt + 1)))
+            if self.own == 0 and "grow" not in board.said():
+                candidates = self._candidates()
+                if len(candidates) - len(self._ended(candidates)) > len(self.members):
+                    board.say("grow", step + 1)
+            return bool(step >= board.said().get("grow", step + 1))
+
+    @contextlib.contextmanager
+    def _in_folder(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise self._end(
+                f"process {self._process.pid} cannot go on in attempt {self.attempt} of {self._folder}: a later start of the job has "
+                "removed it"
+            ) from None
+
+    def _end(self, sentence: str) -> Error:
+        self.is_over = True
+        return Error(sentence)
+
     def meet(self) -> None:
         """Agree with the living members on the next members. Error: this rank is not one of them, or too few are left."""
-        while not self._meet():
-            pass
+        with self._in_folder():
+            while not self._meet():
+                pass
 
     def _meet(self) -> bool:
-        """Meet in the next attempt. Return False if a member died in it."""
+        """Meet in the next attempt. Return False if a member died in it, or this spare was not chosen."""
         self.attempt += 1
         board = Board(os.path.join(self._folder, str(self.attempt)))
         wait, pause_s, has_chosen = Wait(None), _LOOK_S[0], False
         while True:
-            said = board.said()
+            said, candidates = board.said(), self._candidates()
             if "done" in said:
                 raise Finished
             if not has_chosen and "members" in said:
                 has_chosen, wait = True, Wait(None)  # from here on they have as long again to be ready
-            found = move(self.own, len(self.members), self._least, said, self.dead(), wait.waited_s > self._wait_s)
+            dead = self._ended(candidates)
+            spares = [each for each in candidates if isinstance(each, str) and each not in dead]
+            sizes = spares, self.full, self._awaited
+            own = self._name if self.own < 0 else self.own
+            found = move(own, len(self.members), self._least, said, dead, wait.waited_s > self._wait_s, *sizes)
             if found.says is not None:
                 board.say(*found.says)
                 continue
             if found.goes_on is not None:
-                return self._follow(said["members"], found.goes_on)
+                if "members" not in said:
+                    raise self._end(
+                        f"all {len(self.members)} ranks have ended while a spare, process {self._process.pid}, waited for the place of one"
+                    )
+                return self._follow(said["members"], candidates, found.goes_on)
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LOOK_S[1])
 
-    def _follow(self, chosen: list[int], goes_on: bool) -> bool:
-        """Take the chosen numbers for the members, and end those of this host that are left out and live."""
-        self.is_over = self.own not in chosen
+    def _follow(self, chosen: list[int | str], candidates: Mapping[int | str, Member], goes_on: bool) -> bool:
+        """Take the chosen ones for the members, and end those of this host that are left out and live."""
+        is_member = self.own >= 0
         if not chosen:
             left = len(self.members) - len(self.dead())
-            raise Error(
+            raise self._end(
                 f"{left} of {len(self.members)} ranks are left, and min_ranks={self._least}: this job cannot go on in place"
             )
-        if self.is_over:
-            raise Error(
+        if is_member and self.own not in chosen:
+            raise self._end(
                 f"rank {self.own} of {len(self.members)} on host {socket.gethostname()} came {self._wait_s:g} s too late to go on: "
                 f"ranks {', '.join(map(str, chosen))} go on without it"
             )
-        me = self.members[self.own]
         for number, each in enumerate(self.members):
-            if number not in chosen and each.place == me.place:
-                _end(each)
-        self.members = [self.members[number] for number in chosen]
-        self.own = chosen.index(self.own)
+            if is_member and number not in chosen and each.place == self._process.place:
+                _kill(each)
+        self._chosen.update(each for each in chosen if isinstance(each, str))
+        self.members = [candidates[each] for each in chosen]
+        own = self.own if is_member else self._name
+        self.own = chosen.index(own) if own in chosen else -1
         return goes_on
 
     def finish(self) -> None:
@@ -225,7 +317,7 @@ def leave() -> None:
     end_groups()
 
 
-def _end(member: Member) -> None:
+def _kill(member: Member) -> None:
     """Kill a process of this job that others have left behind, so that it can write nothing more."""
     with contextlib.suppress(OSError):
         fd = os.pidfd_open(member.pid)

@@ -77,7 +77,7 @@ class Lazy:
         Reads part of it: (first byte, bytes, address) writes that range of its row-major bytes to the address. None: the
         format has no ranges.
     peek : callable, optional
-        As `part`, without a check of checksums. None: `part` checks none.
+        As `part` for several ranges at once, without a check of checksums. None: `part` checks none.
     sources : tuple of Lazy
         The tensors of which this one is made, if any.
     how : str
@@ -91,7 +91,7 @@ class Lazy:
     read: Callable[[], torch.Tensor]
     file: str = ""
     part: Callable[[int, int, int], None] | None = None
-    peek: Callable[[int, int, int], None] | None = None
+    peek: Callable[[Sequence[tuple[int, int, int]]], None] | None = None
     sources: tuple[Lazy, ...] = ()
     how: str = ""
     stamp: str = ""
@@ -122,9 +122,7 @@ class Lazy:
 
     def sample(self, pieces: int = _PIECES) -> str:
         """Return a digest of pieces spread over the tensor, the first and the last bytes among them. `part` must be set."""
-        read, most = self.peek or self.part, max(self.nbytes - _PIECE_BYTES, 0)
         digest = hashlib.sha256(self.how.encode())
-        assert read is not None
         if self.stamp:
             digest.update(self.stamp.encode())
             return digest.hexdigest()
@@ -134,11 +132,18 @@ class Lazy:
                 source = self.sources[last * number // max(count - 1, 1)]
                 digest.update(source.sample(max(pieces // count, 2)).encode())
             return digest.hexdigest()
-        for at in sorted({most * number // (pieces - 1) for number in range(pieces)}):
-            piece = ctypes.create_string_buffer(min(_PIECE_BYTES, self.nbytes))
-            if len(piece):
-                read(at, len(piece), ctypes.addressof(piece))
-            digest.update(piece)
+        size, most = min(_PIECE_BYTES, self.nbytes), max(self.nbytes - _PIECE_BYTES, 0)
+        begins = sorted({most * number // (pieces - 1) for number in range(pieces)})
+        memory = (ctypes.c_char * (size * len(begins)))()
+        address, part = ctypes.addressof(memory), self.part
+        ranges = [(at, size, address + number * size) for number, at in enumerate(begins)]
+        if size and self.peek is not None:
+            self.peek(ranges)
+        elif size:
+            assert part is not None
+            for each in ranges:
+                part(*each)
+        digest.update(memory)
         return digest.hexdigest()
 
     def to(self, dtype: torch.dtype) -> Lazy:

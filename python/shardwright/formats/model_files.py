@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -99,18 +99,24 @@ def _at(
         assert folder is not None
         folder.load([(os.path.basename(path), at + first, nbytes, address, 0)])
 
-    def peek(first: int, nbytes: int, address: int) -> None:
+    def peek(ranges: Sequence[tuple[int, int, int]]) -> None:
         with open(path, "rb", buffering=0) as file:
             if _identity(file.fileno()) != seen:
                 raise CheckpointError(
                     f"'{path}' was replaced or written since the model was loaded from it: load it again, or save to another folder"
                 )
-            memory, done = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B"), 0
-            while done < nbytes:
-                count = os.preadv(file.fileno(), [memory[done:]], at + first + done)
-                if not count:
-                    raise CheckpointError(f"'{path}' became shorter while it was read")
-                done += count
+            for first, nbytes, _ in ranges if len(ranges) > 1 else ():  # the disk reads them at once
+                os.posix_fadvise(file.fileno(), at + first, nbytes, os.POSIX_FADV_WILLNEED)
+            for first, nbytes, address in ranges:
+                memory, done = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B"), 0
+                while done < nbytes:
+                    count = os.preadv(file.fileno(), [memory[done:]], at + first + done)
+                    if not count:
+                        raise CheckpointError(f"'{path}' became shorter while it was read")
+                    done += count
 
-    part = peek if folder is None else load
+    def read(first: int, nbytes: int, address: int) -> None:
+        peek([(first, nbytes, address)])
+
+    part = read if folder is None else load
     return Lazy.in_ranges(dtype, shape, part, file=os.path.basename(path), peek=peek)

@@ -144,12 +144,12 @@ class Stored(torch.Tensor):
             return whole
 
         has_parts = all(box.source.part is not None for box in boxes)
-        part, peek = (_reader(boxes, shape, dtype, peeks=each) for each in (False, True))
         if not has_parts:
             return Lazy(dtype, shape, read)
+        part = _reader(boxes, shape, dtype)
         sources = tuple({id(box.source): box.source for box in boxes}.values())
         how = repr([(box.low, box.size, box.start, box.strides, box.casts) for box in boxes])
-        return Lazy(dtype, shape, read, part=part, peek=peek, sources=sources, how=how)
+        return Lazy(dtype, shape, read, part=part, sources=sources, how=how)
 
     @property
     def data(self) -> Any:
@@ -516,16 +516,13 @@ def _rectangles(shape: Sequence[int], low: int, high: int) -> Iterator[tuple[tup
             yield (end, *lows), (1, *sizes)
 
 
-def _reader(
-    boxes: Sequence[_Box], shape: Sequence[int], dtype: torch.dtype, *, peeks: bool
-) -> Callable[[int, int, int], None]:
-    """Return Lazy.part of a tensor of boxes; `peeks`: Lazy.peek."""
+def _reader(boxes: Sequence[_Box], shape: Sequence[int], dtype: torch.dtype) -> Callable[[int, int, int], None]:
+    """Return Lazy.part of a tensor of boxes."""
 
     def read(source: Lazy, first: int, count: int) -> torch.Tensor:
         made, item = torch.empty(count, dtype=source.dtype, device="cpu"), source.dtype.itemsize
-        load = (source.peek or source.part) if peeks else source.part
-        assert load is not None
-        load(first * item, count * item, made.data_ptr())
+        assert source.part is not None
+        source.part(first * item, count * item, made.data_ptr())
         return made
 
     def part(first: int, nbytes: int, address: int) -> None:

@@ -126,15 +126,14 @@ def cut(
         common = [each for each in chains[0] if all(any(each is other for other in chain) for chain in chains)]
         members.setdefault(id(common[-1]), []).append(index)
     plans = []
+    listed = [(name, each) for name, each in module.named_modules() if id(each) in first]
     for name, each in module.named_modules():
         if (each is not module and id(each) not in chosen) or first.get(id(each), each) is not each:
             continue
         mark = mark_of(each)
         reshards = mark.reshard_after_forward if mark is not None else reshard_after_forward
         reshards = reshards and (each is not module or (mark is not None and mark.releases_outermost))
-        beside = tuple(
-            pair for pair in module.named_modules() if pair[1] is not each and first.get(id(pair[1])) is each
-        )
+        beside = tuple(pair for pair in listed if pair[1] is not each and first[id(pair[1])] is each)
         near = mark.near if mark is not None and reshards else 0
         plans.append(UnitPlan(name, each, tuple(members.get(id(each), ())), reshards, beside, near))
     return plans

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from .. import _engine
 from ..layout.views import dtype_name
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import held_tensor, is_dtensor, placed_as, waited
+from . import moments
 from .device_clip import DeviceClip
 from .forwarding import loss_of
 from .master_weights import LOW, load_in_float32, master_of
@@ -41,7 +42,7 @@ class _Fused(torch.optim.Optimizer):
     #: the next step's kernels multiply gradients by its factor
     _clip: DeviceClip | None = None
     #: of the moments; None: that of the master or parameter, rounded to nearest
-    state_dtype: torch.dtype | None = None
+    state_dtype: torch.dtype | Literal["int8"] | None = None
     #: with state_dtype, by id: a parameter's place in the groups << 40, plus its first element. Others are whole
     origins: Mapping[int, int] = {}
 
@@ -209,18 +210,25 @@ class _Fused(torch.optim.Optimizer):
     def _has_master(self, p: Tensor) -> bool:
         return self._master and p.dtype in LOW
 
-    def _state_like(self, p: Tensor) -> Tensor:
-        """Return zeros with the shape and strides of `p`, in the dtype of its state."""
-        dtype = self.state_dtype or (torch.float32 if self._has_master(p) else p.dtype)
-        if self.store is not None:
-            return self.store.zeros(p, dtype)
-        return torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+    def _form_of_state(self, p: Tensor) -> tuple[Tensor, torch.dtype]:
+        """Return a tensor with the shape and strides of a state tensor of `p`, and its dtype."""
+        if self.state_dtype == "int8":
+            return moments.zeros(p), torch.uint8
+        return p, self.state_dtype or (torch.float32 if self._has_master(p) else p.dtype)
 
-    def state_dtypes(self, p: Tensor, group: dict[str, Any]) -> list[torch.dtype]:
-        """Return the dtypes of the state tensors of `p` that have its shape."""
-        has_master, moments = self._has_master(p), [key for key in self._keys(group) if key != "step"]
-        dtype = self.state_dtype or (torch.float32 if has_master else p.dtype)
-        return [dtype] * len(moments) + [torch.float32] * has_master
+    def _state_like(self, p: Tensor) -> Tensor:
+        """Return a new state tensor of `p`: zeros."""
+        like, dtype = self._form_of_state(p)
+        if self.store is not None:
+            return self.store.zeros(like, dtype)
+        device = p.device if like is not p else None
+        return torch.zeros_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
+
+    def state_nbytes(self, p: Tensor, group: dict[str, Any]) -> list[int]:
+        """Return the bytes of each state tensor of `p`, without its step count."""
+        like, dtype = self._form_of_state(p)
+        count = sum(key != "step" for key in self._keys(group))
+        return [like.numel() * dtype.itemsize] * count + [4 * p.numel()] * self._has_master(p)
 
     def _where(self, p: Tensor) -> dict[str, Any]:
         """Return the engine's arguments for the device that steps on parameters like `p`."""
@@ -236,6 +244,16 @@ class _Fused(torch.optim.Optimizer):
             self._clip.count_stepped(lists.grads)
         if masters:
             _increment_versions(masters)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's format. Blocks of int8 that are not in row-major order, or of a DTensor's shard, are decoded."""
+        made = super().state_dict()
+        if self.state_dtype == "int8":
+            members = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+            saved = itertools.chain.from_iterable(group["params"] for group in made["param_groups"])
+            of = dict(zip(saved, members))
+            made["state"] = {number: moments.portable(each, of[number]) for number, each in made["state"].items()}
+        return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load torch's format, from this class or torch's own, but keep masters in float32, moments there or in state_dtype."""
@@ -262,7 +280,7 @@ class _Lists:
             target = self.targets[i]
             self.grads[i] = _with_strides_of(target, self.grads[i])
             for key, tensors in self.lists.items():
-                if key != "step":  # scalars have no layout
+                if key != "step" and not moments.is_records(tensors[i]):  # these have no layout
                     tensors[i] = self.states[i][key] = _with_strides_of(target, tensors[i])
         if mismatched := call():
             raise ValueError(f"step: parameters {mismatched} have a layout that their gradients cannot take")
@@ -344,8 +362,9 @@ class AdamW(_AdamStep, torch.optim.AdamW):
         the parameter is its rounded copy, written in the same pass. Where other code has written the parameter, so
         that the master does not round to it, the step begins with the parameter. False: the parameter itself is updated
         and its moments have its dtype, as in torch.
-    state_dtype : torch.dtype, optional
-        The dtype of both moments: bfloat16 or float32. Second moments in bfloat16, and with `master=False` bfloat16
+    state_dtype : torch.dtype or "int8", optional
+        The dtype of both moments: bfloat16, float32, or "int8": 8 bits an element, and 8 for each 32 elements, from a
+        parameter's first one on. Second moments in bfloat16, both in "int8", and with `master=False` bfloat16
         parameters, are then rounded at random: up with the probability of the part dropped. To nearest, a second moment
         would never decay, and a parameter would lose small updates. Not with `amsgrad`, nor in a GPU's kernels.
     seed : int, default 0
@@ -365,7 +384,8 @@ class AdamW(_AdamStep, torch.optim.AdamW):
         p *= 1 - lr*wd;  m += (1 - beta1)*(g - m);  v = beta2*v + (1 - beta2)*g*g
         p -= lr/(1 - beta1**t) * m / (sqrt(v)/sqrt(1 - beta2**t) + eps)
 
-    Cost of a step: 16 bytes read and 12 written an element in float32, 12 and 8 with moments in bfloat16. With torch's
+    Cost of a step: 16 bytes read and 12 written an element in float32, 12 and 8 with moments in bfloat16, 10 and 6 in
+    "int8", where state[p] has them as uint8 of shape (ceil(numel / 32), 33): 32 codes and an exponent. With torch's
     GradScaler and `fused=True` the pass itself unscales the gradient, and `.grad` keeps its scaled value.
 
     References
@@ -399,11 +419,12 @@ class AdamW(_AdamStep, torch.optim.AdamW):
         differentiable: bool = False,
         fused: bool | None = None,
         master: bool = True,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | Literal["int8"] | None = None,
         seed: int = 0,
     ) -> None:
-        if state_dtype not in (None, torch.float32, torch.bfloat16):
-            raise ValueError(f"sw.optim.AdamW: state_dtype must be torch.bfloat16 or torch.float32, not {state_dtype}")
+        if state_dtype not in (None, torch.float32, torch.bfloat16, "int8"):
+            legal = "torch.bfloat16, torch.float32 or 'int8'"
+            raise ValueError(f"sw.optim.AdamW: state_dtype must be {legal}, not {state_dtype}")
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"sw.optim.AdamW: seed must be in [0, 2**64), not {seed}")
         self._master, self.state_dtype, self._seed = master, state_dtype, seed

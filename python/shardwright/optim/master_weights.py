@@ -19,6 +19,7 @@ from ..parallel.agreement.optimizer_agreement import check_groups
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import held_tensor, is_dtensor, waited
 from ..torch_compat.optimizers import hooks_around
+from . import moments as records
 from .forwarding import Forwarding, NotAveraged, loss_of
 
 LOW = (torch.bfloat16, torch.float16)
@@ -128,7 +129,7 @@ def master_in(state: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def as_kept(
-    state: Mapping[str, Any], parameter: torch.Tensor, has_master: bool, moments: torch.dtype | None = None
+    state: Mapping[str, Any], parameter: torch.Tensor, has_master: bool, moments: Any = None
 ) -> dict[str, Any]:
     """Convert loaded state to the kept form: float32 with a master, else the parameter's dtype; `moments`, if given, but
     for masters. Step counts stay.
@@ -137,8 +138,9 @@ def as_kept(
     for key, value in state.items():
         if key == _KEY and not has_master:
             continue
+        value = records.kept(value, key, parameter, moments)
         if isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step":
-            if moments is not None and key != _KEY:
+            if isinstance(moments, torch.dtype) and key != _KEY:
                 value = value.to(moments)
             elif has_master:
                 value = value.to(torch.float32) if value.dtype in LOW else value
@@ -172,7 +174,7 @@ def load_in_float32(
     load: Callable[[dict[str, Any]], Any],
     state_dict: dict[str, Any],
     has_master: Callable[[torch.Tensor], bool],
-    moments: torch.dtype | None = None,
+    moments: Any = None,
 ) -> None:
     """Run `load(state_dict)`, torch's own loading of `optimizer`, but keep masters and their state in float32."""
     loaded: list[dict[str, Any]] = []
@@ -190,8 +192,8 @@ def load_in_float32(
         state = optimizer.state[p]
         if not has_master(p):
             state.pop(_KEY, None)
-        for key, value in as_kept(given, p, has_master(p), moments).items():
-            if torch.is_tensor(value) and key != "step" and value.is_floating_point():
+        for key, value in as_kept(records.readable(given, p), p, has_master(p), moments).items():
+            if torch.is_tensor(value) and key != "step" and (value.is_floating_point() or records.is_records(value)):
                 like = p if value.shape == p.shape else value
                 made = torch.empty_like(like, dtype=value.dtype, device=p.device, requires_grad=False)
                 state[key] = made.copy_(value)
@@ -249,7 +251,7 @@ def kept_by(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: Ma
         moments = getattr(optimizer, "state_dtype", None)
         return as_kept(state, parameter, optimizer._has_master(parameter), moments)  # type: ignore[attr-defined]
     has_master = isinstance(optimizer, MasterOptimizer) and optimizer.has_master(parameter)
-    return as_kept(state, parameter, True) if has_master else state
+    return as_kept(state, parameter, True) if has_master else records.floating(state, parameter)
 
 
 def without_masters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

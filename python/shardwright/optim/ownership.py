@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from ..layout.local_parameters import whole_of
+from ..layout.local_parameters import is_local, whole_of
 from ..layout.memory import bytes_of
 from ..layout.shard_runs import itemsize_of, memory_order
 from ..layout.views import dtype_name
 from ..parallel.agreement.optimizer_agreement import plain
 from ..parallel.replica import Replica
 from ..torch_compat import cuda
+from . import moments
 from .forwarding import NotAveraged
 from .rules import Cost, element_cost, rule_of
 from .sliced_state import description_of
@@ -105,6 +106,9 @@ class Slices:
         like, whole = entry.like, dict[str, Any]()
         for key, (kind, name, value) in self.described(entry, mine).items():
             dtype = getattr(torch, name, None)
+            if kind == "records":
+                whole[key] = self._gather_records(entry, key, mine.get(key))
+                continue
             if kind != "sliced":
                 whole[key] = torch.tensor(value, dtype=dtype, device="cpu") if kind == "tensor" else value
                 continue
@@ -115,6 +119,16 @@ class Slices:
                 result = flat.as_strided(like.shape, like.contiguous().stride()).clone()
             whole[key] = whole_of(entry.parameter, result)
         return whole
+
+    def _gather_records(self, entry: Entry, key: str, mine: torch.Tensor | None) -> torch.Tensor:
+        """Return a moment of int8 as records if others can read them, else decoded. Collective."""
+        like, label = entry.like, f"optimizer state of {entry.name}"
+        flat = torch.empty(moments.run(0, like.numel())[1], dtype=torch.uint8)
+        fill_from_ranks(entry.replica, flat, mine, lambda rank: moments.run(*self.run(entry, rank)), label)
+        found = {key: flat.reshape(-1, moments.RECORD)}
+        if like.is_contiguous() and not is_local(entry.parameter):
+            return found[key]
+        return whole_of(entry.parameter, moments.floating(found, like)[key])
 
 
 def fill_from_ranks(

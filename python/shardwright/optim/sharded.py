@@ -36,8 +36,10 @@ from ..parallel.agreement.optimizer_agreement import (
 from ..parallel.join import exchange_slices
 from ..parallel.replica import Replica
 from ..torch_compat.autograd import profiler_enabled, set_gradient, unguarded
+from ..torch_compat.dtensor import is_dtensor
 from ..torch_compat.optimizers import hooks_around, step_hooks
 from ..torch_compat.state_dicts import asked_by_torchs_functions
+from . import moments
 from .device_clip import DeviceClip
 from .forwarded_on_slices import call_on_slices
 from .forwarding import Forwarding, loss_of
@@ -423,19 +425,24 @@ class ShardedOptimizer(Forwarding):
         for replica in self.replicas:
             replica.gradients.accept_factors()
 
-    def _take_state(self, entry: Entry, state: Mapping[str, Any]) -> None:
+    def _take_state(self, entry: Entry, state: Mapping[str, Any], *, loaded: bool = False) -> None:
+        """Keep this rank's slice of a whole state. `loaded`: in torch's format; else in the kept form."""
         piece = self._piece(entry)
         if piece is None:
             return
         like, (low, high) = entry.like, self.run(entry.index, entry.replica.group.rank)
-        kept = {}
+        kept = dict[str, Any]()
         for key, value in state.items():
             value = part_of(entry.parameter, value)
+            if moments.is_records(value):
+                kept[key] = value[low // moments.BLOCK : moments.blocks(high)].clone()
+                continue
             if isinstance(value, torch.Tensor):
                 is_cut = value.shape == like.shape and not self._owner.is_whole and (value.dim() > 0 or key != "step")
                 value = (memory_order(value, like)[low:high] if is_cut else value).clone()
             kept[key] = value
-        self._inner.state[piece] = self._placed(entry, kept, piece)
+        whole = self._as_kept(entry, kept, exactly=False) if loaded else kept
+        self._inner.state[piece] = self._placed(entry, whole, piece)
 
     def _placed(self, entry: Entry, state: Mapping[str, Any], piece: torch.Tensor) -> dict[str, Any]:
         """Move loaded state to the device on which a step needs it. The step itself moves offloaded state."""
@@ -444,17 +451,19 @@ class ShardedOptimizer(Forwarding):
         assert entry.group is not None
         return beside(state, piece, entry.group)
 
-    def _as_kept(self, parameter: torch.Tensor, state: Mapping[str, Any], *, exactly: bool) -> Mapping[str, Any]:
-        """Convert loaded state to the kept form. `exactly`: it has the kept dtypes, and is not in torch's format."""
+    def _as_kept(self, entry: Entry, state: Mapping[str, Any], *, exactly: bool) -> Mapping[str, Any]:
+        """Convert a slice's loaded state to the kept form. `exactly`: it has the kept dtypes, and is not in torch's format."""
+        piece = self._piece(entry)
+        assert piece is not None
         if not self._makes_masters:
-            return kept_by(self._inner, parameter, state)
-        has_master = self.has_master(parameter)
-        return as_kept(state, parameter, has_master) if has_master or not exactly else state
+            return kept_by(self._inner, piece, state)
+        has_master = self.has_master(entry.member)
+        return as_kept(state, piece, has_master) if has_master or not exactly else moments.floating(state, piece)
 
     def _keep(self, entry: Entry, state: Mapping[str, Any]) -> None:
         piece = self._piece(entry)
         assert piece is not None
-        self._inner.state[piece] = self._placed(entry, self._as_kept(entry.member, state, exactly=True), piece)
+        self._inner.state[piece] = self._placed(entry, self._as_kept(entry, state, exactly=True), piece)
 
     def _loaded(self) -> None:
         """Call the user's class to update loaded state, as torch's own loading does."""
@@ -518,8 +527,14 @@ class ShardedOptimizer(Forwarding):
             key: value.as_strided(like.shape, like.stride(), value.storage_offset())
             if isinstance(value, torch.Tensor) and key != "step" and piece is not None and value.shape == piece.shape
             else value
-            for key, value in self._held(entry).items()
+            for key, value in self.portable_state(entry.member, like).items()
         }
+
+    def portable_state(self, parameter: torch.Tensor, like: torch.Tensor) -> Mapping[str, Any]:
+        """Return this rank's state of a parameter; blocks of int8 that no other layout can read are decoded, like `like`."""
+        entry = self._entry(parameter)
+        is_plain = entry.like.is_contiguous() and not is_dtensor(entry.member)
+        return self._held(entry) if is_plain else moments.floating(self._held(entry), like)
 
     @on_every_rank("optimizer.load_state_dict()")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -563,7 +578,8 @@ class ShardedOptimizer(Forwarding):
         self._inner.state.clear()
         for name, entry in zip(names, self._members()):
             if name in state_dict["state"]:
-                self._take_state(entry, self._as_kept(entry.member, state_dict["state"][name], exactly=False))
+                whole = entry.member if is_dtensor(entry.member) else entry.like
+                self._take_state(entry, moments.readable(state_dict["state"][name], whole), loaded=True)
         self._loaded()
 
     @on_every_rank("optimizer.consolidate_state_dict()")
@@ -623,9 +639,9 @@ class ShardedOptimizer(Forwarding):
         return (entry.like for entry in self._members())
 
     def held_state(self, parameter: torch.Tensor) -> tuple[Mapping[str, Any], torch.Tensor | None, int]:
-        """Return (state of this rank's slice of a parameter, the slice or None, its first element)."""
-        run = self.held_run(parameter)
-        return self._held(self._entry(parameter)), self.piece_of(parameter), run[0] if run else 0
+        """Return (state of this rank's slice of a parameter, for others, the slice or None, its first element)."""
+        run, piece = self.held_run(parameter), self.piece_of(parameter)
+        return {} if piece is None else self.portable_state(parameter, piece), piece, run[0] if run else 0
 
     def as_held(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         """Return the elements of held_run() in the form of the state."""

@@ -14,6 +14,7 @@ import torch
 from .._engine import Error
 from ..layout.views import dtype_name
 from .master_weights import LOW, has_own_masters, masters_in_place
+from .moments import is_records
 
 #: the state dict's key for a rank's slices
 MARK = "shardwright_slices"
@@ -55,7 +56,8 @@ def description_of(state: Mapping[str, Any], piece: torch.Tensor | None) -> str:
         if isinstance(value, torch.Tensor):
             dtype = dtype_name(value.dtype)
             sliced = piece is not None and value.shape == piece.shape and key != "step"
-            described[key] = ("sliced", dtype, None) if sliced else ("tensor", dtype, value.tolist())
+            how = "records" if is_records(value) else "sliced" if sliced else "tensor"
+            described[key] = (how, dtype, value.tolist() if how == "tensor" else None)
         else:
             described[key] = ("value", "", value)
     return json.dumps(described)

@@ -135,6 +135,8 @@ def initialisers(
     called. `unstored`: only modules with meta buffers that no state dict holds count. Raise Error for one without code.
     """
     waiting = [each for each in waiting_modules(module) if not unstored or any(map(_is_meta, _unstored(each)))]
+    if not waiting:
+        return []
     if init is not None:
         return [(each, functools.partial(init, each)) for each in waiting]
     names, own = {each: name for name, each in module.named_modules()}, set(map(id, waiting))
@@ -271,7 +273,7 @@ def with_memory(tensor: torch.Tensor, allocate: Callable[..., torch.Tensor]) -> 
     A DTensor becomes a whole, plain parameter.
     """
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    like = torch.empty_like(like, memory_format=torch.preserve_format)
+    like = like if like.is_contiguous() else torch.empty_like(like, memory_format=torch.preserve_format)
     memory = allocate(like.numel(), dtype=like.dtype, device="cpu").as_strided(like.shape, like.stride())
     if isinstance(tensor, torch.nn.Parameter):
         kind = type(tensor) if issubclass(type(tensor), torch.nn.Parameter) else torch.nn.Parameter

@@ -151,7 +151,7 @@ class UnitSchedule:
     def _hook_states(self, module: torch.nn.Module) -> None:
         released = {id(p): unit.number for unit in self._plain for p in unit.module_parameters}
         for each in module.modules():
-            numbers = {released[id(p)] for p in each.parameters(recurse=False) if id(p) in released}
+            numbers = {released[id(p)] for p in each._parameters.values() if id(p) in released}
             for number in sorted(numbers):
                 hook = ModuleHook(self, UnitSchedule._before_state_dict, number)
                 self._handles.append(each.register_state_dict_pre_hook(hook))
@@ -169,7 +169,7 @@ class UnitSchedule:
             for one in each.children()
         }
         for each in module.modules():
-            own = [id(p) for p in each.parameters(recurse=False) if id(p) in members]
+            own = [id(p) for p in each._parameters.values() if id(p) in members]
             for key in own:
                 held.setdefault(key, []).append(whole.get(id(each), id(each)))
             if own and each is not module:

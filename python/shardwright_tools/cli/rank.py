@@ -1,9 +1,10 @@
 """`shardwright rank -- COMMAND`: run one rank of torchrun, and outlive it when it dies, so that the others go on.
 
-torchrun --no-python --nproc-per-node 8 shardwright rank -- python train.py
+torchrun --no-python --nproc-per-node 8 shardwright rank --spares 1 -- python train.py
 
-torchrun ends all ranks when one fails. This process stands between them: when its rank dies, it waits until the others have ended.
-It then ends with 0 if one of these finished, else as its rank did. The program trains in sw.steps or sw.survive.
+torchrun ends all ranks when one fails. This process stands between them: when its rank dies in sw.steps or sw.survive, it starts the
+command again as a spare, which waits there for the place of a lost rank. It ends when no rank is left: with 0 if one has finished,
+else as its own did. A spare runs as rank 0 of 1 until it has a place.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import ctypes
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,10 +29,15 @@ from .report import Nothing, guarded
 DESCRIPTION = __doc__
 _LOOK_S = 0.1
 _PR_SET_PDEATHSIG = 1
+_WAITS, _RUNS, _LEFT = "waits", "runs", "left"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "torchrun --no-python ... shardwright rank -- COMMAND"
+    parser.usage = "torchrun --no-python ... shardwright rank [--spares K] [--restarts N] -- COMMAND"
+    parser.add_argument("--spares", type=int, default=0, help="processes that wait for the place of a lost rank (0)")
+    parser.add_argument(
+        "--restarts", type=int, default=10, help="times that a lost rank is started again as a spare (10)"
+    )
 
 
 @guarded
@@ -44,7 +51,17 @@ def run(options: argparse.Namespace) -> int:
         raise Nothing(
             "the ranks are on several hosts, whose ends are not seen here: start them without `shardwright rank`"
         )
-    return _outlive(words, rank, size, _folder())
+    for name in ("spares", "restarts"):
+        if getattr(options, name) < 0:
+            raise Nothing(f"--{name} must be a number from 0, got {getattr(options, name)}")
+    folder, count = _folder(), size + options.spares
+    numbers = [rank, *range(size, count)] if rank == 0 else [rank]
+    slots = [_Slot(words, folder, number, size, options.restarts) for number in numbers]
+    code = _outlive(slots, folder, count)
+    _write(folder / f"gone-{rank}", str(code))
+    if len(list(folder.glob("gone-*[0-9]"))) == size:
+        shutil.rmtree(folder, ignore_errors=True)
+    return code
 
 
 def _folder() -> Path:
@@ -61,52 +78,101 @@ def _folder() -> Path:
     return folder
 
 
-def _outlive(words: list[str], rank: int, size: int, folder: Path) -> int:
-    """Run the command. Return 0 if it, or another rank after its death, succeeded; else its code."""
-    libc, parent = ctypes.CDLL(None), os.getpid()
-
-    def end_with_parent() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    child = subprocess.Popen(words, preexec_fn=end_with_parent)
+def _outlive(slots: list[_Slot], folder: Path, count: int) -> int:
+    """Run processes until all are over, or no rank of any runs. Return 0 if one of these succeeded; else the first code."""
     asked: list[int] = []
 
     def hand_on(number: int, _: Any) -> None:
         asked.append(number)
-        child.send_signal(number)  # no effect once it has ended
+        for each in slots:
+            each.child.send_signal(number)  # no effect once it has ended
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, hand_on)
-    code = child.wait()
-    code = 128 - code if code < 0 else code
-    _say(folder / f"ended-{rank}", code)
-    if code and not asked:
-        print(
-            f"shardwright rank: rank {rank} ended with code {code}; this process waits for the others",
-            file=sys.stderr,
-            flush=True,
-        )
-        code = _await_others(folder, size, code, asked)
-    _say(folder / f"left-{rank}", code)
-    if len(list(folder.glob("left-*[0-9]"))) == size:
-        shutil.rmtree(folder, ignore_errors=True)
-    return code
+    for each in slots:
+        each.start(is_spare=each.number >= each.size)
+    is_over = False
+    while not all([each.look(is_over=is_over) for each in slots]):
+        time.sleep(_LOOK_S)
+        some_run = _some_run(folder, count)
+        is_over = bool(asked) or not some_run
+        for each in slots if not some_run else ():
+            each.child.kill()
+    code = slots[0].code
+    while code and not asked and _some_run(folder, count):
+        time.sleep(_LOOK_S)
+    if asked:
+        return code
+    return 0 if any(_read(folder / f"slot-{each}") == "0" for each in range(count)) else code
 
 
-def _say(path: Path, code: int) -> None:
+class _Slot:
+    """A process of the command: a rank, or a spare until it takes a place. The file `slot-N` has its state, or its last code."""
+
+    def __init__(self, words: list[str], folder: Path, number: int, size: int, restarts: int) -> None:
+        self._words, self._folder, self.number, self.size = words, folder, number, size
+        self._restarts, self._is_over, self.code = restarts, False, 0
+        self._path = folder / f"slot-{number}"
+
+    def start(self, *, is_spare: bool) -> None:
+        """Start the command."""
+        libc, parent = ctypes.CDLL(None), os.getpid()
+
+        def end_with_parent() -> None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        _write(self._path, _WAITS if is_spare else _RUNS)
+        environment = {**os.environ, "SHARDWRIGHT_START": str(self._folder)}
+        if is_spare:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = str(free.getsockname()[1])
+            environment |= {"SHARDWRIGHT_SPARE": str(self._path), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+            environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        self.child = subprocess.Popen(self._words, preexec_fn=end_with_parent, env=environment)
+
+    def look(self, *, is_over: bool) -> bool:
+        """Return True once the process has ended for good. Start it again as a spare if it was a rank that was lost."""
+        code = self.child.poll()
+        if self._is_over or code is None:
+            return self._is_over
+        code = 128 - code if code < 0 else code
+        was_rank = _read(self._path) == _RUNS
+        if was_rank:
+            self.code = code
+        is_in_steps = (self._folder / "loops").is_dir() and any((self._folder / "loops").iterdir())
+        if code and was_rank and not is_over and is_in_steps and self._restarts:
+            self._restarts -= 1
+            _say(f"rank {self.number} ended with code {code}, and is started again as a spare")
+            self.start(is_spare=True)
+            return False
+        if code and not is_over:
+            kind = "rank" if was_rank else "spare"
+            _say(f"{kind} {self.number} ended with code {code}; this process waits for the others")
+        _write(self._path, str(code) if was_rank else _LEFT)
+        self._is_over = True
+        return True
+
+
+def _say(sentence: str) -> None:
+    print(f"shardwright rank: {sentence}", file=sys.stderr, flush=True)
+
+
+def _some_run(folder: Path, count: int) -> bool:
+    """Return True while a rank runs, or has not been started yet."""
+    return any(_read(folder / f"slot-{number}") in ("", _RUNS) for number in range(count))
+
+
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text()
+    return ""
+
+
+def _write(path: Path, text: str) -> None:
     partial = path.with_suffix(".partial")
-    partial.write_text(str(code))
+    partial.write_text(text)
     with contextlib.suppress(OSError):
         partial.replace(path)
-
-
-def _await_others(folder: Path, size: int, code: int, asked: list[int]) -> int:
-    """Wait until all ranks have ended, or the launcher asks for the end. Return 0 if one succeeded, else `code`."""
-    while not asked:
-        codes = [int(each.read_text()) for each in folder.glob("ended-*[0-9]")]
-        if len(codes) == size:
-            return 0 if 0 in codes else code
-        time.sleep(_LOOK_S)
-    return code

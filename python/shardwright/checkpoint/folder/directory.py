@@ -7,7 +7,7 @@ import dataclasses
 import errno
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..._engine import CheckpointError, CheckpointFolder
@@ -150,6 +150,16 @@ class Directory:
             return ""
 
         return "" if self._address is None else str(on_first(self._peers, download, f"download from {self._address}"))
+
+    def torn(self) -> Sequence[int]:
+        """Return the steps whose saves were cut off, and not done again. Collective."""
+
+        def look() -> Sequence[int]:
+            with told(f"'{self.path}' cannot be read"):
+                return retention.torn_steps(self.path)
+
+        steps: Sequence[int] = self._peers.first(look, f"saves cut off in {self.path}")
+        return steps
 
     def go_on_from(self, chosen: Kept) -> None:
         """Mark later checkpoints as abandoned, if the directory is writable. Collective."""

@@ -35,6 +35,11 @@ _BOARD = re.compile(r"(.+)\.[0-9a-f]{24}\.board\Z", re.DOTALL)
 _OF_DCP = re.compile(r".+\.d[0-9a-f]{24}\.partial\Z", re.DOTALL)
 #: errors of a file system without locks: Lustre without -o flock, NFS without lockd, some FUSE
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+#: types of file systems whose files end before the disks of a machine do
+_SHORT_LIVED = {
+    "overlay": "is an overlay, whose files end with their container: mount a volume",
+    **dict.fromkeys(("tmpfs", "ramfs"), "lies in memory, whose files end with the machine"),
+}
 #: file systems, by device, whose limits are logged or that have none
 _known: set[int] = set()
 
@@ -46,7 +51,8 @@ def make_folder(folder: str) -> None:
     if device in _known:
         return
     _known.add(device)
-    lacks = []
+    short_lived = _SHORT_LIVED.get(type_of(device))
+    lacks = [short_lived] if short_lived else []
     with contextlib.suppress(OSError):  # a folder that cannot be written or read fails where it is used
         with tempfile.TemporaryFile(dir=folder or ".") as file:
             try:
@@ -68,6 +74,17 @@ def make_folder(folder: str) -> None:
             os.close(fd)
     if lacks:
         logger.warning("the file system of '%s' %s", folder, ", and ".join(lacks))
+
+
+def type_of(device: int) -> str:
+    """Return the type of a mounted file system, such as "tmpfs"; "" if it is not known, as for a subvolume of btrfs."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:  # number, parent, device, root, place, options, optional fields, "-", type, ...
+            mount, _, source = line.partition(" - ")
+            if mount.split(" ")[2] == number:
+                return source.split(" ")[0]
+    return ""
 
 
 #: return whether the save that writes to a folder runs; None without a LOCK, or on a file system without locks

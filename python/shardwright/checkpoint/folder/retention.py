@@ -86,6 +86,12 @@ def left_overs(directory: str) -> list[str]:
     return sorted(path for path in steps if is_left(path))
 
 
+def torn_steps(directory: str) -> list[int]:
+    """Return the steps of dead saves, whose folders are still partial."""
+    names = (os.path.basename(path) for path in left_overs(directory) if path.endswith(".partial"))
+    return [int(name.removeprefix("step-").partition(".")[0]) for name in names]
+
+
 def all_left_overs(directory: str) -> list[str]:
     """Return left_overs() and the remains of dead saves to other paths in the directory."""
     return sorted({*left_overs(directory), *of_saves(directory)})

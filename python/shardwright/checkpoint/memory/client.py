@@ -64,6 +64,8 @@ class Silent(CheckpointError):
 class Client:
     """A connection to a guardian of the same user. `run` identifies this start of the job. `is_silent`: an answer was too late."""
 
+    on_disk = False
+
     def __init__(self, name: str, run: str, answer_s: float = ANSWER_S) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._asking = threading.Lock()  # threads that receive images of other hosts also ask

@@ -87,10 +87,14 @@ def _checksum(lengths: Sequence[int], rest: bytes) -> int:
 
 
 class Image:
-    """A mapped image. It owns `fd`; `meta` has "data", the bytes before the tables, and "tables", their number."""
+    """A mapped image. It owns `fd`; `meta` has "data", the bytes before the tables, and "tables", their number.
 
-    def __init__(self, fd: int, meta: dict[str, int]) -> None:
+    `disk_fd` is `fd` where the image lies on a disk: what is written there has its space first. -1: it lies in memory.
+    """
+
+    def __init__(self, fd: int, meta: dict[str, int], *, on_disk: bool = False) -> None:
         self.fd, self.data, self.tables = fd, meta["data"], meta["tables"]
+        self.disk_fd = fd if on_disk else -1
         try:
             found = os.fstat(fd)
             self.file = found.st_dev, found.st_ino
@@ -111,12 +115,12 @@ class Image:
     def make(cls, client: Client, name: str, data: int, tables: int) -> Image:
         meta = {"data": data, "tables": tables}
         _, fd = client.ask("make", name, nbytes=data + max(tables, 1) * TABLE_BYTES, meta=meta)
-        return cls(fd, meta)
+        return cls(fd, meta, on_disk=client.on_disk)
 
     @classmethod
     def open(cls, client: Client, name: str) -> Image:
         answer, fd = client.ask("open", name)
-        return cls(fd, answer["meta"])
+        return cls(fd, answer["meta"], on_disk=client.on_disk)
 
     @property
     def address(self) -> int:
@@ -126,9 +130,15 @@ class Image:
     def view(self) -> memoryview:
         return memoryview(self._map)
 
+    def reserve(self, begin: int, nbytes: int) -> None:
+        """Give a range that is about to be written its space on the disk."""
+        if self.disk_fd >= 0 and nbytes:
+            os.posix_fallocate(self.disk_fd, begin, nbytes)
+
     def clear(self, index: int) -> None:
         """Make table `index` invalid."""
         at = self.data + index * TABLE_BYTES
+        self.reserve(at, _PREFIX.size)
         self._map[at : at + _PREFIX.size] = bytes(_PREFIX.size)
 
     def write(self, index: int, table: Table) -> None:
@@ -137,6 +147,7 @@ class Image:
         if len(encoded) > TABLE_BYTES:
             raise CheckpointError(f"a rank wrote {len(encoded)} bytes of runs: a table has at most {TABLE_BYTES}")
         at = self.data + index * TABLE_BYTES
+        self.reserve(at, len(encoded))
         self._map[at + _PREFIX.size : at + len(encoded)] = encoded[_PREFIX.size :]
         self._map[at : at + _PREFIX.size] = encoded[: _PREFIX.size]
 

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from ..._engine import CheckpointError, CheckpointFolder
 from ...comm.wire import Wire
@@ -31,17 +32,21 @@ _TAG = 4  # of a separate wire
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A step that the hosts have whole in memory. `data`: bytes before an image's tables. `parts`: per host, image -> its ranks."""
+    """A step that the hosts have whole in `tier`, whose words are `where`. `data`: bytes before an image's tables.
+
+    `parts`: per host, image -> its ranks."""
 
     step: int
     nonce: str
     world_size: int
     data: int
     parts: tuple[Mapping[str, Sequence[int]], ...]
+    tier: Any = None
+    where: str = "in memory"
 
     @property
     def label(self) -> str:
-        return f"step {self.step} in memory"
+        return f"step {self.step} {self.where}"
 
     @property
     def is_whole(self) -> bool:
@@ -71,15 +76,22 @@ class Candidate:
 class Source:
     """The files of a candidate on this host: first meet(), then bring(), then open() and reads.
 
-    It owns `image`, this host's best image of the candidate or an empty one. open_image() opens another one by its name.
+    It owns `image`, this host's best image of the candidate or an empty one. open_image() opens another one by its name. left()
+    returns the bytes that images may still take, and the name of the limit.
     `is_whole`, equal on all ranks: bring() has no work. `moved_bytes` came from other hosts.
     """
 
     def __init__(
-        self, candidate: Candidate, image: Image, peers: Peers, open_image: Callable[[str], Image], timeout_s: float
+        self,
+        candidate: Candidate,
+        image: Image,
+        peers: Peers,
+        open_image: Callable[[str], Image],
+        timeout_s: float,
+        left: Callable[[], tuple[int, str]] = memory_left,
     ) -> None:
         self._candidate, self._image, self._peers = candidate, image, peers
-        self._open, self._timeout_s = open_image, timeout_s
+        self._open, self._timeout_s, self._left = open_image, timeout_s, left
         self._host, self._is_first = peers.host, peers.index == 0
         self._tables: dict[int, Table] = {}
         self._brought: list[list[Range]] = [[] for _ in range(peers.host_count)]
@@ -200,9 +212,11 @@ class Source:
         chosen = self._candidate
         lacking = {sender: self._parcels(self._host, sender, asked) for sender in range(len(chosen.parts))}
         missing = sum(nbytes for parcels in lacking.values() for _, _, nbytes in parcels)
-        left, limit = memory_left()
+        left, limit = self._left()
         if missing > left:
             raise CheckpointError(f"{in_gib(missing)} of {chosen.label} do not fit: {in_gib(left)} are left ({limit})")
+        for _, begin, nbytes in itertools.chain.from_iterable(lacking.values()):
+            self._image.reserve(begin, nbytes)
         with self._own_images() as images:
             for rank, begin, nbytes in lacking[self._host]:
                 self._image.view[begin : begin + nbytes] = images(rank).view[begin : begin + nbytes]

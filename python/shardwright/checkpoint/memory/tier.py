@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..._engine import CheckpointError, CheckpointPlan, CheckpointSaver
@@ -59,6 +59,13 @@ class MemoryTier:
         self.answers: list[Any] = []
         self.skipped = self.kept_bytes = self.fetched_bytes = 0
         self._saver = CheckpointSaver(peers.rank, peers.world_size, threads=threads)
+        self.replicas = 0
+        #: words of a candidate's label, and of the warning of a tier that is off
+        self.where, self._without = "in memory", "checkpoints go to the disk alone, without a memory tier"
+        self._begin(directory, run, replicas)
+
+    def _begin(self, directory: str, run: str, replicas: int | None) -> None:
+        """Find the place of images. Collective."""
         self.replicas = self._choose_replicas(replicas)
         with self._or_off():
             self._find_guardians(directory, run)
@@ -73,7 +80,7 @@ class MemoryTier:
             return
         self.off = reason
         if self._peers.rank == 0:
-            _logger.warning("checkpoints go to the disk alone, without a memory tier: %s", reason)
+            _logger.warning("%s: %s", self._without, reason)
         self.close(goodbye=True)
 
     @contextlib.contextmanager
@@ -105,7 +112,7 @@ class MemoryTier:
         """Connect each rank to its host's guardian. The host's first rank starts it. Collective."""
 
         def describe() -> list[Any]:
-            return [_job_of(directory) if self._peers.rank == 0 else "", ancestors(), self._rollbacks()]
+            return [job_of(directory) if self._peers.rank == 0 else "", ancestors(), self._rollbacks()]
 
         answers = on_hosts(self._peers, describe, "guardians")
         self._branch = len(answers[0][2])
@@ -201,34 +208,44 @@ class MemoryTier:
 
     def put(
         self, step: int, nonce: str, layout: Any, content: dict[str, Any], share: Callable[[], tuple[int, bool]]
-    ) -> None:
-        """Copy this rank's share of a step, `content`, after is_due(), on all ranks. An error ends the tier at the next step.
+    ) -> Image | None:
+        """Copy this rank's share of a step, `content`, after is_due(), on all ranks. Return its image; None if it cannot be copied.
 
-        The same `layout` object means equal plans, on all ranks. share(), called for a new one, returns this rank's bytes and
+        An error ends the tier at the next step. The same `layout` object means equal plans, on all ranks. share(), called for a new one, returns this rank's bytes and
         True if a restore reads only its slices. `content` has the plans, sources and device of CheckpointSaver.keep().
         """
         slot = 0 if self._complete is None else (self._complete[0] + 1) % SLOTS
         image = self._image(slot, layout, content["shared"], share, content["own"])
         if image is None:
-            return
+            return None
         self._last = slot, step
         try:
             self._write(image, step, nonce, content)
         except (CheckpointError, MemoryError, OSError, ValueError) as error:
             self._failure = f"a step cannot be copied: {error}"
-            return
+            return None
         if self._buddies is not None:
             self._buddies.start(image, slot, nonce, len(self._here))
+        return image
 
     def _write(self, image: Image, step: int, nonce: str, content: dict[str, Any]) -> None:
         image.clear(self._index)
-        memory: Any = {"image": image.address, "image_bytes": image.data, "timeout_s": self._timeout_s}
+        place = {"image": image.address, "image_bytes": image.data, "disk_fd": image.disk_fd}
+        memory: Any = {**place, "timeout_s": self._timeout_s}
         tallies, runs, self.kept_bytes = self._saver.keep(nonce=nonce, **content, **memory)
         ranks = {"rank": self._peers.rank, "world_size": self._peers.world_size}
         head = {"step": step, "nonce": nonce, **ranks, "data": image.data, "branch": self._branch}
         if content["own"] is not None:
             head["files"] = [*self._files_of(content["shared"]), *self._files_of(content["own"])]
-        image.write(self._index, Table(head, runs, tallies))
+        self._finish(image, Table(head, runs, tallies))
+
+    def _finish(self, image: Image, table: Table) -> None:
+        """Make what this rank has copied valid."""
+        image.write(self._index, table)
+
+    def _left(self) -> tuple[int, str]:
+        """Return the bytes that images may still take, and the name of the limit."""
+        return memory_left()
 
     def _image(
         self, slot: int, layout: Any, plan: CheckpointPlan, share: Callable[[], tuple[int, bool]], own: Any
@@ -254,7 +271,7 @@ class MemoryTier:
 
     def _over_budget(self, share_bytes: int, own_bytes: int, has_slices: bool) -> str:
         """Return the reason why the images of some host do not fit. Set the room for rank 0's files. Collective."""
-        left, limit = memory_left()
+        left, limit = self._left()
         held = 0
         if self._is_first and self._client is not None:
             with contextlib.suppress(CheckpointError):
@@ -270,12 +287,16 @@ class MemoryTier:
             least, limit = min((left, limit) for _, left, limit, *_ in here)
             theirs = [of_host[(host - k) % count] for k in range(1, self.replicas + 1)]
             needs.append(Need(here[0][4], of_host[host], theirs, here[0][3], least, limit))
-        reason = refusal(needs, self.replicas)
+        reason = self._refusal(needs)
         warning = "" if has_slices else no_restore(needs, self.replicas)
         if warning and not reason and not self._has_warned and self._peers.rank == 0:
             self._has_warned = True
             _logger.warning("steps go into memory, but %s", warning)
         return reason
+
+    def _refusal(self, needs: Sequence[Need]) -> str:
+        """Return the reason why images of some host do not fit, or ""."""
+        return refusal(needs, self.replicas)
 
     # restoring --------------------------------------------------------------------------------------------------------
 
@@ -307,8 +328,13 @@ class MemoryTier:
             held = {rank for images in by_host.values() for ranks in images.values() for rank in ranks}
             if held == {*range(world_size)}:
                 parts = tuple(by_host.get(host, {}) for host in range(self._peers.host_count))
-                complete.append(Candidate(step, nonce, world_size, data, parts))
+                complete.append(Candidate(step, nonce, world_size, data, parts, self, self.where))
+            else:
+                self._pass_over(step)
         return complete
+
+    def _pass_over(self, step: int) -> None:
+        """Hear of a step that the hosts do not have whole."""
 
     def _look(self) -> list[tuple[str, list[Any], list[int]]]:
         """Return (image, [step, nonce, world size, data, branch], ranks) of this host's valid tables."""
@@ -327,7 +353,8 @@ class MemoryTier:
         opened.callback(self._drop_whole)
         image = self._image_of_host(best or WHOLE, None if best else make, "an image to restore")
         opened.callback(image.close)
-        source = Source(chosen, image, self._peers, functools.partial(Image.open, self._guardian), self._timeout_s)
+        open_image = functools.partial(Image.open, self._guardian)
+        source = Source(chosen, image, self._peers, open_image, self._timeout_s, self._left)
         opened.callback(self._end_restore, source)
         source.meet()
         source.bring(source.lists())
@@ -398,7 +425,7 @@ def _files_of(plan: CheckpointPlan) -> list[tuple[str, int, int]]:
     return [(path, nbytes, min(begins, default=0) or nbytes) for path, nbytes, begins in files]
 
 
-def _job_of(directory: str) -> str:
+def job_of(directory: str) -> str:
     """Return the name of the directory's guardians. Made at first use, and again for a copy of another directory."""
     path = os.path.join(directory, JOB)
     # f_fsid distinguishes directories on all hosts; st_dev of a network file system differs between hosts

@@ -13,8 +13,10 @@ from ...compress.state import reshard_state
 from ...formats import tree
 from ...layout.local_parameters import local_of, part_of
 from ...layout.shard_runs import memory_order
+from ...optim import moments
 from ...optim.master_weights import kept_by
 from ...optim.sharded import ShardedOptimizer
+from ...torch_compat.dtensor import is_dtensor
 from ..peers import whole_parameters
 from ..slices import Sliced, loads_slices, own_parameters, replicas_of
 from ..state.composed import together
@@ -93,7 +95,7 @@ def _apply_whole(fit: Fit, body: Mapping[str, Any], optimizer: Any, tensors: Map
         parameter, group = by_name[parameter_name]
         live_keys = {str(key): key for key in optimizer.state.get(parameter, {})}  # the file holds strings
         decoded = {live_keys.get(key, key): tree.decode(node, tensors) for key, node in values.items()}
-        kept = kept_by(optimizer, parameter, together(decoded, parameter.shape))
+        kept = kept_by(optimizer, parameter, moments.readable(together(decoded, parameter.shape), parameter))
         on_host = () if group.get("capturable") or group.get("fused") else ("step",)
         state[parameter] = {
             key: value.to(parameter.device) if isinstance(value, torch.Tensor) and key not in on_host else value
@@ -125,7 +127,12 @@ def _apply_sliced(
         state = {key: tree.decode(node, tensors) for key, node in values.items()}
         for key, value in state.items():
             name = values[key].get("$tensor") if isinstance(values[key], dict) else None
-            if name is None or not is_state_slice(key, body["stored"][name], parameter):
+            if name is None or isinstance(value, torch.Tensor) and moments.is_records(value):
+                if name is None or isinstance(fit.new[name][1], Sliced) or key not in moments.FORMS:
+                    continue
+                layout = parameter if is_dtensor(parameter) else optimizer.layout_of(parameter)
+                value = moments.placed(value, key, layout)
+            elif not is_state_slice(key, body["stored"][name], parameter):
                 continue
             if not isinstance(fit.new[name][1], Sliced):
                 value = part_of(local_of(parameter), value)

@@ -12,6 +12,7 @@ from ..._engine import CheckpointError, CheckpointFolder
 from ...formats import tree
 from ...formats.lazy import has_numpy
 from ...layout.memory import has_memory
+from ...optim import moments
 from ...optim.sharded import ShardedOptimizer
 from ...options.name_map import NameMap
 from ...parallel.agreement.optimizer_agreement import unlike_saved
@@ -380,6 +381,11 @@ class Fit:
                     memory = optimizer.empty_state(run[1] - run[0], each.torch_dtype)
                     parts = placed_parts(parameter, run[0], memory)
                     self.new[direct] = each, Sliced(each.torch_dtype, tuple(parameter.shape), parts, (memory,))
+                elif run is not None and reads_records(key, each, parameter, optimizer):
+                    begin, end = moments.run(*run)
+                    memory = optimizer.empty_state(end - begin, each.torch_dtype)
+                    live = (memory.reshape(-1, moments.RECORD),)
+                    self.new[direct] = each, Sliced(each.torch_dtype, each.torch_shape, ((begin, memory),), live)
                 elif is_cut and not is_sliced and is_dtensor(parameter):
                     self.new[direct] = each, torch.empty_like(parameter, dtype=each.torch_dtype)
                 else:
@@ -394,6 +400,14 @@ def into_new(stored: Mapping[str, Stored]) -> dict[str, Read]:
 def is_state_slice(key: str, stored: Stored, parameter: torch.Tensor) -> bool:
     """Return whether a sliced optimizer keeps only a slice of this entry."""
     return key != "step" and stored.torch_shape == tuple(parameter.shape)
+
+
+def reads_records(key: str, stored: Stored, parameter: torch.Tensor, optimizer: ShardedOptimizer) -> bool:
+    """Return whether a rank can read the blocks of int8 of its slice alone: they are in the order of its memory."""
+    layout = optimizer.layout_of(parameter)
+    shape = moments.blocks(layout.numel()), moments.RECORD
+    is_plain = is_row_major(layout) and not is_dtensor(parameter)
+    return key in moments.FORMS and is_plain and (stored.torch_dtype, stored.torch_shape) == (torch.uint8, shape)
 
 
 def _stand_in(node: Any) -> Any:

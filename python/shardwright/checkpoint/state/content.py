@@ -21,6 +21,7 @@ import torch
 
 from ..._engine import CheckpointError
 from ...formats import tree
+from ...optim.moments import portable
 from ...torch_compat.dtensor import is_dtensor
 from ..device_staging import DeviceStaging
 from ..joined import averaging, sharded_of
@@ -192,7 +193,7 @@ def optimizer_content(
     parameters = {p: names[id(p)] for group in optimizer.param_groups for p in group["params"]}
     state = {}
     for parameter, name in sorted(parameters.items(), key=lambda pair: place.get(pair[1], len(place))):
-        values = apart(whole.get(parameter, {}))
+        values = apart(portable(whole.get(parameter, {}), parameter))
         entry = {str(key): _encode_state(values[key], str(key), name, tensors) for key in sorted(values, key=str)}
         if entry:
             state[name] = entry

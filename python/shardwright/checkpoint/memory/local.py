@@ -1,0 +1,239 @@
+"""LocalTier: steps on the hosts' own disks, where a save is durable before its copy to the directory is.
+
+A step is an image for each host, as in memory (image.py), in a file of a folder that each host has for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from ..._engine import CheckpointError, CheckpointFolder
+from ...options.places import absolute_path
+from ..folder.partial import make_folder
+from ..peers import Peers, in_words
+from .budget import SLOTS, Need, in_gib
+from .image import Image, Table
+from .ranges import in_blocks, on_hosts
+from .tier import MemoryTier, job_of
+
+_logger = logging.getLogger("shardwright")
+_SUFFIX = ".image"
+_ROUND_S = 0.5
+
+
+def checked_folder(local: str | os.PathLike[str], directory: str) -> str:
+    """Return `local` as an absolute path, and make the folder. Raise ValueError unless it is one outside of `directory`."""
+    found = absolute_path("local", local)
+    real, shared = os.path.realpath(found), os.path.realpath(directory)
+    if os.path.commonpath([real, shared]) == shared:
+        raise ValueError(
+            f"local must be a folder outside of the directory '{directory}', which saves go to, got '{found}'"
+        )
+    try:
+        os.makedirs(found, exist_ok=True)
+        if not os.access(found, os.W_OK | os.X_OK):
+            raise PermissionError("it cannot be written to")
+    except OSError as error:
+        raise ValueError(f"local must be a folder of this host, got '{found}': {in_words(error)}") from None
+    return found
+
+
+class ImageFolder:
+    """The images of one directory's steps in a folder. It answers what a guardian answers to its Client.
+
+    The name of a file has what a guardian knows of an image: `own-0.3145728.2.image` has 3 MiB and 2 tables.
+    """
+
+    is_silent, is_alive, on_disk = False, True, True
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def ask(self, what: str, name: str = "", nbytes: int = 0, meta: Any = None) -> tuple[dict[str, Any], int]:
+        """Return the answer of a guardian, and the file descriptor in it; -1 without one."""
+        try:
+            if what == "list":
+                held = sum(512 * os.stat(os.path.join(self.path, each)).st_blocks for each in self._files().values())
+                return {"names": sorted(self._files()), "nbytes": held}, -1
+            file = self._files().get(name)
+            if what in ("make", "drop") and file is not None:
+                os.unlink(os.path.join(self.path, file))
+            if what == "drop":
+                return {}, -1
+            if what == "make":
+                return {"meta": meta}, self._make(f"{name}.{meta['data']}.{meta['tables']}{_SUFFIX}", nbytes)
+            if file is None:
+                raise FileNotFoundError(f"no image {name}")
+            _, data, tables, _ = file.split(".")
+            fd = os.open(os.path.join(self.path, file), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            return {"meta": {"data": int(data), "tables": int(tables)}}, fd
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot {what} an image in '{self.path}': {in_words(error)}") from error
+
+    def _files(self) -> dict[str, str]:
+        """Return the file of each image."""
+        files = (each for each in os.listdir(self.path) if each.endswith(_SUFFIX) and each.count(".") == 3)
+        return {each.partition(".")[0]: each for each in files}
+
+    def _make(self, file: str, nbytes: int) -> int:
+        fd = os.open(os.path.join(self.path, file), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, nbytes)
+            CheckpointFolder.sync(self.path)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def close(self, *, goodbye: bool) -> None:
+        """Do nothing: images on a disk stay."""
+
+
+class LocalTier(MemoryTier):
+    """This rank's part of the steps in `folder`, a folder of its host's own. An impossible image turns it off, said once."""
+
+    def __init__(self, peers: Peers, directory: str, folder: str, run: str, *, threads: int, timeout_s: float) -> None:
+        self.folder = folder
+        self._sync_thread: threading.Thread | None = None
+        self._lost: set[int] = set()
+        super().__init__(peers, directory, run, 0, threads=threads, timeout_s=timeout_s)
+
+    def _begin(self, directory: str, run: str, replicas: int | None) -> None:
+        """Make this directory's folder on each host. An error is equal on all ranks. Collective."""
+        self.where, self._without = (
+            f"in '{self.folder}'",
+            f"saves go to '{directory}' alone, and not first to '{self.folder}'",
+        )
+        self._has_warned = True  # of room for a restore, which `_left` of that time decides
+
+        def describe() -> list[Any]:
+            return [job_of(directory), self._rollbacks()] if self._peers.rank == 0 else []
+
+        job, rollbacks = on_hosts(self._peers, describe, "images on disk")[0]
+        self._branch = len(rollbacks)
+        host = self._peers.simulated_host
+        path = os.path.join(self.folder, job if host is None else f"{job}-{host}")
+        self._client = ImageFolder(path)  # type: ignore[assignment]
+        self._first_then_others(lambda: make_folder(path) if self._is_first else None, "folders of images")
+        if self._peers.has_hosts:
+            self._look_for_hosts(path, run)
+
+    def _look_for_hosts(self, path: str, run: str) -> None:
+        """Raise CheckpointError on all ranks if hosts see one another's folders. Collective."""
+        mark = f".host-{run}-"
+        mine = os.path.join(path, f"{mark}{self._host}")
+
+        def look() -> None:
+            others = {each for each in os.listdir(path) if each.startswith(mark)} - {os.path.basename(mine)}
+            if others:
+                raise CheckpointError(
+                    f"host {others.pop().removeprefix(mark)} sees the same folder '{self.folder}': local= needs a disk that "
+                    "each host has for itself"
+                )
+
+        try:
+            on_hosts(self._peers, lambda: open(mine, "w").close() if self._is_first else None, "marks of hosts")
+            on_hosts(self._peers, look, "hosts of a folder")
+        finally:
+            if self._is_first:
+                with contextlib.suppress(OSError):
+                    os.unlink(mine)
+
+    def _left(self) -> tuple[int, str]:
+        found = os.statvfs(self.folder)
+        return found.f_bavail * found.f_frsize, f"the disk of '{self.folder}'"
+
+    def _refusal(self, needs: Sequence[Need]) -> str:
+        short = next((need for need in needs if not need.fits(0)), None)
+        if short is None:
+            return ""
+        return (
+            f"host {short.host} needs {in_gib(short.nbytes(0))} for {SLOTS} images of {in_gib(short.own)} of its ranks, and "
+            f"{in_gib(short.left)} are left ({short.limit})"
+        )
+
+    # saving -----------------------------------------------------------------------------------------------------------
+
+    def _finish(self, image: Image, table: Table) -> None:
+        self._sync_thread = threading.Thread(target=self._sync, args=(image, table), name="sw-local", daemon=True)
+        self._sync_thread.start()
+
+    def _sync(self, image: Image, table: Table) -> None:
+        """Make what this rank wrote durable, then its table."""
+        try:
+            os.fsync(image.fd)
+            image.write(self._index, table)
+            os.fsync(image.fd)
+        except (OSError, ValueError, CheckpointError) as error:
+            self._failure = f"a step cannot be written to '{self.folder}': {in_words(error)}"
+
+    @property
+    def _is_syncing(self) -> bool:
+        return self._sync_thread is not None and self._sync_thread.is_alive()
+
+    def is_durable(self, is_copying: bool) -> bool:
+        """Return True once the last step is durable on all hosts; False if it is not, or no rank copies it any more. Collective."""
+        while not self.off and self._last is not None:
+            mine = [self._is_syncing, self._trouble(), is_copying]
+            syncing, troubles, copying = zip(*self._peers.exchange(mine, "a step on the hosts' disks"))
+            if any(troubles) or not all(copying):
+                return False
+            if not any(syncing):
+                return True
+            if self._sync_thread is not None:
+                self._sync_thread.join(_ROUND_S)
+        return False
+
+    def wait(self) -> None:
+        if self._sync_thread is not None:
+            self._sync_thread.join(self._timeout_s)
+        if self._is_syncing:
+            self._failure = f"'{self.folder}' has not made a step durable in {self._timeout_s:g} s"
+
+    def content_in(self, image: Image, content: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of CheckpointSaver.begin() that name the same bytes at their places in the image."""
+        found: dict[str, Any] = {"device": None}
+        at = image.address
+        for part in ("shared", "own"):
+            places: dict[int, int] = {}
+            for _, nbytes, _, placed in [] if content[part] is None else content[part].files():
+                places |= {source: at + begin for source, begin, _ in placed}
+                at += in_blocks(nbytes)
+            sources = content[f"{part}_sources"]
+            found[f"{part}_sources"] = [
+                (n, begin, size, places[n] + begin, False, False) for n, begin, size, *_ in sources
+            ]
+        return found
+
+    # restoring --------------------------------------------------------------------------------------------------------
+
+    def _pass_over(self, step: int) -> None:
+        self._lost.add(step)
+
+    def lost_after(self, step: int, torn: Sequence[int]) -> int | None:
+        """Return the newest step after `step` that was saved here, or whose copy in `torn` was cut off; None without one."""
+        lost = [each for each in {*self._lost, *torn} if each > step]
+        if lost and self._peers.rank == 0:
+            _logger.warning(
+                "step %d is lost: its save ended before '%s' had it, and the hosts that are here do not have it whole in '%s'; "
+                "restore() goes on from step %d",
+                *(max(lost), self._directory, self.folder, step),
+            )
+        return max(lost, default=None)
+
+    def forget_after(self, step: int) -> None:
+        super().forget_after(step)
+        self._lost.clear()
+
+    def progress(self) -> dict[str, int]:
+        return {"local_step": 0 if self._last is None else self._last[1], "local_bytes": self.kept_bytes}
+
+    def close(self, *, goodbye: bool) -> None:
+        if self._sync_thread is not None:
+            self._sync_thread.join(self._timeout_s)
+        super().close(goodbye=goodbye)
