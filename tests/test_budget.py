@@ -21,7 +21,7 @@ LINES = {
     "shardwright/observe": 1_482,
     "shardwright/optim": 4_269,
     "shardwright/options": 1_142,
-    "shardwright/parallel": 6_247,
+    "shardwright/parallel": 6_250,
     "shardwright/parameters": 5_167,
     "shardwright/torch_compat": 1_618,
     "shardwright_tools": 293,

@@ -72,6 +72,7 @@ def test_the_flows_name_calls_that_exist():
                 assert not name or name in _defined(ast.parse(path.read_text())), step
 
 
+<<<<<<< HEAD
 def test_the_design_is_at_most_twenty_chapters_that_name_files_which_exist():
     chapters = [page for page in (ROOT / "docs" / "design").glob("*.md") if page.name != "README.md"]
     assert len(chapters) <= 20
@@ -80,6 +81,15 @@ def test_the_design_is_at_most_twenty_chapters_that_name_files_which_exist():
         roots = (ROOT, ROOT / "python", ROOT / "python" / "shardwright")
         assert files, page.name
         assert {file for file in files if not any((root / file).exists() for root in roots)} == set(), page.name
+=======
+def test_the_recipes_name_places_that_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("### Add an option")[2].partition("## Style")[0]
+    named = set(re.findall(r"`([\w/]+(?:/|\.(?:py|pyi|c|h|cu|md|txt|toml)))`", text))
+    assert len(named) > 30
+    assert {
+        each for each in named if not any((ROOT / at / each).exists() for at in ("", "python/shardwright"))
+    } == set()
+>>>>>>> typed
 
 
 def _defined(node: ast.AST, outer: str = "") -> set[str]:

@@ -626,33 +626,36 @@ def fully_shard(
     ----------
     module : Module or sequence of Module
         Several modules form one unit: all are whole while any of them runs. Pass the outermost module alone.
+    precision : {"bf16", "fp16", "fp32"} or Precision, optional
+        The precision in which the module and inner modules without their own precision compute; see wrap.
+    offload : {"cpu", "nvme:<folder>"} or dict of "parameters" and "optimizer" to them, optional
+        For the outermost module: where slices lie, and where shard_optimizer keeps the optimizer's state; see wrap.
     mesh, device_mesh
         See Options; `mesh` is FSDP2's name for it. Pass the same to all calls. An inner mesh of other ranks is an error,
         except for a module of DTensors (experts), which then becomes one of the outermost module's `groups`.
-    dp_mesh_dims : DataParallelMeshDims, optional
-        FSDP2's names of the dimensions of `mesh` over which ranks average: `replicate`, then `shard`; several names are
-        flattened. The other dimensions are those of the parameters, which are DTensors on them, or on all of `mesh`.
-    ignored_params, **options
-        See Options; those of the outermost module apply, and `broadcast_buffers` is False. If the outermost module ignores all parameters of an inner
-        module, the inner module is not one of its units: it has its own engine and mesh, and needs its own optimizer.
     reshard_after_forward : bool or int, optional
         True, the default, if the unit is released between its forward and its backward; the outermost one only if True is given.
         FSDP2's number of ranks to reshard to, a divisor of the slices: 1 keeps the unit whole. On GPUs so many ranks in a row then keep
         it between them until its backward, whose gather stays inside them. Hosts gather without messages in any case.
-    precision : {"bf16", "fp16", "fp32"} or Precision, optional
-        The precision in which the module and inner modules without their own precision compute; see wrap.
+    init, weights : optional
+        For the outermost module, on the meta device: build it in slices as its engine is made; see wrap.
+
+    Other Parameters
+    ----------------
+    dp_mesh_dims : DataParallelMeshDims, optional
+        FSDP2's names of the dimensions of `mesh` over which ranks average: `replicate`, then `shard`; several names are
+        flattened. The other dimensions are those of the parameters, which are DTensors on them, or on all of `mesh`.
     shard_placement_fn : callable, optional
         FSDP2's function from a parameter to None, a Shard or a ShardPlacementResult. The whole parameter has the dimension
         that it names first in memory. With a mesh of other ranks the parameter, a DTensor, becomes one of the outermost
         module's `groups`.
-    offload : {"cpu", "nvme:<folder>"} or dict of "parameters" and "optimizer" to them, optional
-        For the outermost module: where slices lie, and where shard_optimizer keeps the optimizer's state; see wrap.
     mp_policy : MixedPrecisionPolicy, optional
         FSDP2's `precision`, with fields of the same names. Parameters keep their dtype.
     offload_policy : OffloadPolicy, optional
         FSDP2's policy. CPUOffloadPolicy changes nothing on the CPU, and raises on GPUs, where parameters stay: pass `offload`.
-    init, weights : optional
-        For the outermost module, on the meta device: build it in slices as its engine is made; see wrap.
+    ignored_params, **options
+        See Options; those of the outermost module apply, and `broadcast_buffers` is False. If the outermost module ignores all parameters of an inner
+        module, the inner module is not one of its units: it has its own engine and mesh, and needs its own optimizer.
 
     Returns
     -------
