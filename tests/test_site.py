@@ -102,9 +102,10 @@ def test_the_check_of_links_finds_what_is_broken(tmp_path):
     ]
 
 
+@pytest.mark.timeout(900)
 def test_the_site_builds_without_warnings_and_broken_links(tmp_path):
-    mkdocs = next((path for path in (ROOT / ".venv-docs/bin/mkdocs",) if path.exists()), None)
-    if mkdocs is None:
+    mkdocs = ROOT / ".venv-docs" / "bin" / "mkdocs"
+    if not mkdocs.exists():
         pytest.skip("make docs has not been run: requirements/docs.txt is not installed")
     site = tmp_path / "site"
     done = subprocess.run(
@@ -113,7 +114,7 @@ def test_the_site_builds_without_warnings_and_broken_links(tmp_path):
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert tool("links").broken(site) == []

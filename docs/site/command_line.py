@@ -38,7 +38,7 @@ COMMANDS = (
 )  # fmt: skip
 HEAD = """# Command line
 
-`shardwright COMMAND --help` prints what stands here. No command needs a network; `ckpt ls`, `inspect`, `verify` and `prune` need no
+What each command prints for `--help`, on 100 columns. No command needs a network; `ckpt ls`, `inspect`, `verify` and `prune` need no
 torch.
 """
 
