@@ -72,7 +72,6 @@ def test_the_flows_name_calls_that_exist():
                 assert not name or name in _defined(ast.parse(path.read_text())), step
 
 
-<<<<<<< HEAD
 def test_the_design_is_at_most_twenty_chapters_that_name_files_which_exist():
     chapters = [page for page in (ROOT / "docs" / "design").glob("*.md") if page.name != "README.md"]
     assert len(chapters) <= 20
@@ -81,7 +80,8 @@ def test_the_design_is_at_most_twenty_chapters_that_name_files_which_exist():
         roots = (ROOT, ROOT / "python", ROOT / "python" / "shardwright")
         assert files, page.name
         assert {file for file in files if not any((root / file).exists() for root in roots)} == set(), page.name
-=======
+
+
 def test_the_recipes_name_places_that_exist():
     text = (ROOT / "CONTRIBUTING.md").read_text().partition("### Add an option")[2].partition("## Style")[0]
     named = set(re.findall(r"`([\w/]+(?:/|\.(?:py|pyi|c|h|cu|md|txt|toml)))`", text))
@@ -89,7 +89,6 @@ def test_the_recipes_name_places_that_exist():
     assert {
         each for each in named if not any((ROOT / at / each).exists() for at in ("", "python/shardwright"))
     } == set()
->>>>>>> typed
 
 
 def _defined(node: ast.AST, outer: str = "") -> set[str]:
@@ -130,7 +129,9 @@ def test_few_blocks_of_python_do_not_run_and_each_says_why():
     assert len(blocks) - len(left_out) >= 30
 
 
-@pytest.mark.parametrize("page", [*pages.PAGES, *pages.PROGRAMS, ROOT / "examples" / "README.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [*pages.PAGES, *pages.PROGRAMS, ROOT / "examples" / "README.md"], ids=lambda page: page.stem
+)
 def test_the_commands_of_a_page_exist_with_their_options(page, capsys):
     shells = [block for block in pages.blocks_of(page) if block.language in pages.SHELL or block.code.startswith("$ ")]
     commands = [words for block in shells for words in pages.commands_of(block.code)]
