@@ -146,12 +146,12 @@ def _wrong_in(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Return what does not exist in a command; "" if all does."""
     program, *rest = words
     if program == "torchrun" or program == "accelerate":
-        at = next((at for at, word in enumerate(rest) if word.endswith(".py") or word == "-m"), len(rest))
+        ends = (at for at, word in enumerate(rest) if word.endswith(".py") or word in ("-m", "shardwright"))
+        at = next(ends, len(rest))
         known = _help_of_torchrun() if program == "torchrun" else "--multi_gpu --num_processes --cpu"
         missing = [each for each in _options(rest[:at]) if each not in known]
-        behind = (
-            rest[at + 1 :] if rest[at : at + 1] == ["-m"] else ["python", *rest[at:]] if at < len(rest) else ["true"]
-        )
+        behind = ["python", *rest[at:]] if at < len(rest) else ["true"]
+        behind = behind[2:] if behind[1:2] == ["-m"] else behind[1:] if behind[1:2] == ["shardwright"] else behind
         return ", ".join(missing) or _wrong_in(behind, capsys)
     if program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
