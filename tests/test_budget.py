@@ -25,7 +25,7 @@ LINES = {
     "shardwright/parameters": 5_167,
     "shardwright/torch_compat": 1_618,
     "shardwright_tools": 293,
-    "shardwright_tools/cli": 3_167,
+    "shardwright_tools/cli": 3_171,
     "shardwright_tools/convert": 1_276,
     "shardwright_tools/doctor": 1_197,
     "shardwright_tools/gpu_check": 1_268,

@@ -254,7 +254,7 @@ class _Job:
         """Return True, on all ranks before the same step, if a spare takes a free place now. A save under way is complete then."""
         if not self._ranks.grows(number):
             return False
-        self._checkpointer.wait()
+        self._checkpointer._wait()
         return True
 
     def restore(self) -> int:

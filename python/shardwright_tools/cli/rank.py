@@ -80,6 +80,8 @@ def _folder() -> Path:
 
 def _outlive(slots: list[_Slot], folder: Path, count: int) -> int:
     """Run processes until all are over, or no rank of any runs. Return 0 if one of these succeeded; else the first code."""
+    for each in slots:
+        each.start(is_spare=each.number >= each.size)
     asked: list[int] = []
 
     def hand_on(number: int, _: Any) -> None:
@@ -89,15 +91,12 @@ def _outlive(slots: list[_Slot], folder: Path, count: int) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, hand_on)
-    for each in slots:
-        each.start(is_spare=each.number >= each.size)
     is_over = False
     while not all([each.look(is_over=is_over) for each in slots]):
         time.sleep(_LOOK_S)
-        some_run = _some_run(folder, count)
-        is_over = bool(asked) or not some_run
-        for each in slots if not some_run else ():
-            each.child.kill()
+        is_over = bool(asked) or not _some_run(folder, count)
+        for each in slots if is_over else ():
+            each.end_waiting()
     code = slots[0].code
     while code and not asked and _some_run(folder, count):
         time.sleep(_LOOK_S)
@@ -132,6 +131,11 @@ class _Slot:
             environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         self.child = subprocess.Popen(self._words, preexec_fn=end_with_parent, env=environment)
+
+    def end_waiting(self) -> None:
+        """End the process if it is a spare that waits."""
+        if _read(self._path) == _WAITS:
+            self.child.kill()
 
     def look(self, *, is_over: bool) -> bool:
         """Return True once the process has ended for good. Start it again as a spare if it was a rank that was lost."""
