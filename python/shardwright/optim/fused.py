@@ -385,7 +385,7 @@ class AdamW(_AdamStep, torch.optim.AdamW):
         p -= lr/(1 - beta1**t) * m / (sqrt(v)/sqrt(1 - beta2**t) + eps)
 
     Cost of a step: 16 bytes read and 12 written an element in float32, 12 and 8 with moments in bfloat16, 10 and 6 in
-    "int8", where state[p] has them as uint8 of shape (ceil(numel / 32), 33): 32 codes and an exponent. With torch's
+    "int8". There state[p] has them as uint8 of shape (ceil(numel / 32), 33): 32 codes and an exponent. With torch's
     GradScaler and `fused=True` the pass itself unscales the gradient, and `.grad` keeps its scaled value.
 
     References
