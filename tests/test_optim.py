@@ -563,15 +563,24 @@ def test_blocks_of_int8_in_other_memory_orders_are_saved_decoded() -> None:
     assert saved["exp_avg"].shape == p.shape and saved["exp_avg"].dtype is torch.float32
     b.load_state_dict(a.state_dict())
     assert b.state[q]["exp_avg"].dtype is torch.uint8
-    torch.testing.assert_close(moments.decoded(b.state[q]["exp_avg"], "exp_avg", 300).reshape(6, 50), saved["exp_avg"], rtol=2**-4, atol=1e-3)
+    torch.testing.assert_close(
+        moments.decoded(b.state[q]["exp_avg"], "exp_avg", 300).reshape(6, 50), saved["exp_avg"], rtol=2**-4, atol=1e-3
+    )
     again = b.state_dict()["state"][0]["exp_avg"]
     a.load_state_dict(b.state_dict())
-    torch.testing.assert_close(a.state_dict()["state"][0]["exp_avg"], moments.decoded(again, "exp_avg", 300).reshape(6, 50), rtol=2**-4, atol=1e-3)
+    torch.testing.assert_close(
+        a.state_dict()["state"][0]["exp_avg"],
+        moments.decoded(again, "exp_avg", 300).reshape(6, 50),
+        rtol=2**-4,
+        atol=1e-3,
+    )
 
 
 def test_options_of_small_moments_that_do_not_fit_are_refused() -> None:
     (p,) = parameters(shapes=[(4,)])
-    with pytest.raises(ValueError, match="state_dtype must be torch.bfloat16, torch.float32 or 'int8', not torch.float16"):
+    with pytest.raises(
+        ValueError, match="state_dtype must be torch.bfloat16, torch.float32 or 'int8', not torch.float16"
+    ):
         sw.optim.AdamW([p], state_dtype=torch.float16)
     with pytest.raises(ValueError, match="amsgrad keeps a maximum"):
         sw.optim.AdamW([p], state_dtype=torch.bfloat16, amsgrad=True)

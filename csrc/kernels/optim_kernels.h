@@ -42,7 +42,8 @@ typedef struct sw_optim_run {
     int64_t step; /* the number of this step, from 1 */
     sw_dtype p_dtype, state_dtype, g_dtype, copy_dtype;
     /* Adam without amsgrad: v, and p if it has no copy, are rounded at random where they are
-     * bfloat16, and records of m and v always are. The random bits depend on the seed, `origin`, `step` and the element alone. */
+     * bfloat16, and records of m and v always are. The random bits depend on the seed, `origin`,
+     * `step` and the element alone. */
     bool is_random;
     uint64_t origin; /* the parameter's number << 40, plus the first element's in the parameter */
 } sw_optim_run;

@@ -78,9 +78,9 @@ typedef struct file_array { /* an array of a run that lies in the file */
 static sw_status find_array(const sw_offload *offload, void **field, void *data, size_t numel,
                             sw_dtype dtype, file_array *found, size_t *count, sw_error *err)
 {
-    uint64_t offset =
-        data ? sw_state_file_locate(&offload->file, data, sw_optim_bytes(numel, dtype))
-             : UINT64_MAX;
+    uint64_t offset = data
+                          ? sw_state_file_locate(&offload->file, data, sw_optim_bytes(numel, dtype))
+                          : UINT64_MAX;
     if (offset == UINT64_MAX)
         return SW_OK;
     if (offset % SW_FILE_ALIGNMENT_BYTES != 0)

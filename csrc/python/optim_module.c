@@ -129,8 +129,7 @@ static bool read_tensor(const step_call *call, int list, Py_ssize_t index, tenso
     PyObject *tensor = PyTuple_GetItem(call->lists[list], index);
     if (!sw_py_tensor_read(call->table, tensor, name, index, is_on_gpu(call, list), out))
         return false;
-    bool has_records =
-        out->dtype == SW_DTYPE_UINT8 && (list == LIST_FIRST || list == LIST_SECOND);
+    bool has_records = out->dtype == SW_DTYPE_UINT8 && (list == LIST_FIRST || list == LIST_SECOND);
     bool is_wide = out->dtype == SW_DTYPE_FLOAT64 && list != LIST_STEPS;
     if (is_wide || (out->dtype == SW_DTYPE_UINT8 && !has_records))
         return sw_py_refuse(PyExc_ValueError,
@@ -143,14 +142,15 @@ static bool read_tensor(const step_call *call, int list, Py_ssize_t index, tenso
 static bool read_records(const step_call *call, int list, Py_ssize_t index,
                          const tensor_reading *parameter, const tensor_reading *seen)
 {
-    int64_t blocks = (int64_t)((parameter->numel + SW_MOMENT_BLOCK_NUMEL - 1) / SW_MOMENT_BLOCK_NUMEL);
+    int64_t blocks =
+        (int64_t)((parameter->numel + SW_MOMENT_BLOCK_NUMEL - 1) / SW_MOMENT_BLOCK_NUMEL);
     bool fits = seen->ndim == 2 && seen->shape[0] == blocks &&
                 seen->shape[1] == SW_MOMENT_RECORD_BYTES && seen->strides[1] == 1 &&
                 (blocks < 2 || seen->strides[0] == SW_MOMENT_RECORD_BYTES);
-    return fits || sw_py_refuse(PyExc_ValueError,
-                                "%s: %s[%zd] of uint8 must be %lld records of %d bytes",
-                                call->operation, call->names[list], index, (long long)blocks,
-                                SW_MOMENT_RECORD_BYTES);
+    return fits ||
+           sw_py_refuse(PyExc_ValueError, "%s: %s[%zd] of uint8 must be %lld records of %d bytes",
+                        call->operation, call->names[list], index, (long long)blocks,
+                        SW_MOMENT_RECORD_BYTES);
 }
 
 /* Reads one more array of parameter `index`. Different strides only mark the parameter as

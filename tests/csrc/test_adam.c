@@ -367,8 +367,13 @@ static void test_errors(void)
     expect_refused(options, run, "run 0", "maximum of the second moment");
     run.is_random = true;
     expect_refused(options, run, "run 0", "amsgrad has no random rounding");
-    run.is_random = false;
     sw_optim_run bad = run;
+    bad.state_dtype = SW_DTYPE_UINT8;
+    bad.origin = ((uint64_t)1 << 40) + 8;
+    expect_refused(plain, bad, "run 1 must begin at a multiple of 32 elements", "not at 8");
+    bad.is_random = run.is_random = false;
+    expect_refused(plain, bad, "state of run 1", "uint8");
+    bad = run;
     bad.g_dtype = SW_DTYPE_FLOAT64;
     expect_refused(plain, bad, "gradient of run 1", "float64");
     bad = run;

@@ -164,6 +164,51 @@ static void test_bits(const char *folder)
     }
 }
 
+/* A cut of records is whole pages, so that a run of several buffers has the bits of one in memory.
+ */
+static void test_records(const char *folder)
+{
+    enum { NUMEL = 300001 };
+    const size_t bytes = sw_optim_bytes(NUMEL, SW_DTYPE_UINT8);
+    sw_error err;
+    sw_adam_options options = adam(false);
+    sw_optim_run plain = {.numel = NUMEL, .step = 1, .state_dtype = SW_DTYPE_UINT8};
+    plain.m = calloc(1, bytes);
+    plain.v = calloc(1, bytes);
+    plain.p = new_array(SW_DTYPE_FLOAT32, NUMEL, NULL);
+    plain.g = new_array(SW_DTYPE_FLOAT32, NUMEL, NULL);
+    plain.is_random = true;
+    for (size_t buffers = 1; buffers <= 5; buffers += 4) {
+        sw_offload offload;
+        sw_optim_run filed = plain;
+        uint8_t *at = NULL;
+        expect(sw_offload_init(&offload, folder, "test", buffers * BUFFER, &err) == SW_OK &&
+                   sw_state_file_grow(&offload.file, 2 * pages(bytes), &at, &err) == SW_OK,
+               "a file");
+        filed.m = at;
+        filed.v = at + pages(bytes);
+        filed.p = new_array(SW_DTYPE_FLOAT32, NUMEL, plain.p);
+        for (int round = 0; round < 2 && buffers > 1; ++round) {
+            expect(sw_adam_step(&options, &plain, 1, &err) == SW_OK &&
+                       sw_offload_step(&offload, step, &options, &filed, 1, &err) == SW_OK,
+                   "both steps succeed");
+            expect(memcmp(plain.m, filed.m, bytes) == 0 && memcmp(plain.v, filed.v, bytes) == 0 &&
+                       memcmp(plain.p, filed.p, 4 * NUMEL) == 0,
+                   "records have the same bits");
+        }
+        expect(buffers > 1 ||
+                   (sw_offload_step(&offload, step, &options, &filed, 1, &err) == SW_E_INVALID &&
+                    strstr(err.message, "65536 bytes holds no cut of records")),
+               "a buffer that is too small is refused");
+        free(filed.p);
+        sw_offload_fini(&offload);
+    }
+    free(plain.m);
+    free(plain.v);
+    free(plain.p);
+    free((void *)(uintptr_t)plain.g);
+}
+
 static void test_failures(const char *folder)
 {
     sw_error err;
@@ -266,6 +311,7 @@ int main(void)
     char folder[] = "/tmp/sw-offload-XXXXXX";
     expect(mkdtemp(folder) != NULL, "a folder is created");
     test_bits(folder);
+    test_records(folder);
     test_failures(folder);
     test_store_and_fetch(folder);
     test_every_allocation_fails_in_turn(folder);

@@ -24,17 +24,17 @@ def random_bits(seed, number, which, step, element):
 def record(values, key, random):
     """Return the 33 bytes of up to 32 elements. `random`: by element, in [0, 2**16)."""
     least, top, _ = FORMS[key]
-    most = max((abs(v) for v in values if math.isfinite(v)), default=0.0)
+    most = max((abs(v) for v in values if abs(v) < 2.0**127), default=0.0)
     fraction, exponent = math.frexp(most)  # the greatest is in (1, 2] times 2**exponent
-    exponent = min(max(exponent - (2 if fraction == 0.5 else 1), -126), 126) if most else -126
+    exponent = max(exponent - (2 if fraction == 0.5 else 1), -126) if most else -126
     codes = []
     for value, chance in zip(values, random, strict=True):
         code = top
-        if math.isfinite(value):
+        if abs(value) < 2.0**127:
             part = math.ldexp(abs(value), -exponent)
             binade = max(math.frexp(part)[1] - 1, least) if part else least
             code = math.floor(math.ldexp(part, 4 - binade) + chance / 2**16) + 16 * (binade - least)
-            code = min(max(code, int(key == "exp_avg_sq" and value != 0)), top - 1)
+            code = max(code, int(key == "exp_avg_sq" and value != 0))
         codes.append(code | (128 if key == "exp_avg" and math.copysign(1, value) < 0 else 0))
     return codes + [0] * (32 - len(codes)) + [exponent + 127]
 

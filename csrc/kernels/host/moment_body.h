@@ -1,11 +1,10 @@
 /* moment_body.h - random rounding, and moments as records of 32 elements; compiled once per
  * instruction set.
  *
- * A record is 32 codes and the exponent of its greatest finite element. A code is a small float: 4
- * bits of mantissa below an exponent, whose 0 means the subnormal ones; a first moment has a sign
- * on top. All products are by powers of two, hence exact, and codes that a record holds are held by
- * a record of any smaller exponent: only the random bits round. docs/design/optim.md has the
- * reasons.
+ * A record is 32 codes and an exponent, that of its greatest element below 2^127. A code is a small
+ * float: 4 bits of mantissa below an exponent, whose 0 means the subnormal ones; a first moment has
+ * a sign on top. All products are by powers of two, hence exact: only the random bits round.
+ * docs/design/optim.md has the reasons.
  *
  * The includer defines OPTIM_INLINE and OPTIM_LANES.
  */
@@ -38,16 +37,19 @@ OPTIM_INLINE uint32_t random_bits(uint32_t place, uint32_t key)
 
 typedef struct moment_form { /* compile-time constants of one loop */
     uint32_t least;          /* the biased exponent of the least normal code, 127 for [1, 2) */
-    uint32_t top;            /* the code that means NaN */
+    uint32_t top;            /* the code of what is 2^127 or more, or not finite: NaN */
     bool is_signed;
 } moment_form;
 
 #define FORM_M ((moment_form){.least = 122, .top = 127, .is_signed = true})
 #define FORM_V ((moment_form){.least = 114, .top = 255, .is_signed = false})
 
-enum { CODE_DROPS = 23 - 4, CODE_NORMAL = 1 << 23, EXPONENT_MIN = 1, EXPONENT_MAX = 253 };
-
-#define FINITE_MAX 0x7f7fffffu
+enum {
+    CODE_DROPS = 23 - 4,
+    CODE_NORMAL = 1 << 23,
+    EXPONENT_MIN = 1,
+    LARGEST = 0x7effffff, /* the bits below 2^127 */
+};
 
 OPTIM_INLINE uint32_t moment_code(float value, float factor, uint32_t random,
                                   const moment_form form)
@@ -60,8 +62,7 @@ OPTIM_INLINE uint32_t moment_code(float value, float factor, uint32_t random,
     uint32_t code = ((part < base ? subnormal : normal) + (random << 3)) >> CODE_DROPS;
     uint32_t least = form.is_signed ? 0u : magnitude != 0; /* v stays above 0, its root divides */
     code = code < least ? least : code;
-    code = code < form.top ? code : form.top - 1u;
-    code = magnitude > FINITE_MAX ? form.top : code;
+    code = magnitude > LARGEST ? form.top : code;
     return form.is_signed ? code | (bits >> 31) << 7 : code;
 }
 
@@ -89,16 +90,15 @@ OPTIM_INLINE void record_decode(float *to, const uint8_t *record, size_t count,
 OPTIM_INLINE void record_encode(uint8_t *record, const float *from, size_t count, uint32_t place,
                                 uint32_t key, const moment_form form)
 {
-    uint32_t most = 0;
+    int32_t most = 0; /* signed: SSE2 has no other comparison */
     OPTIM_LANES
     for (size_t i = 0; i < count; ++i) {
-        uint32_t magnitude = bits_from_float(from[i]) & 0x7fffffffu;
-        magnitude = magnitude > FINITE_MAX ? 0 : magnitude;
-        most = magnitude > most ? magnitude : most;
+        int32_t magnitude = (int32_t)(bits_from_float(from[i]) & 0x7fffffffu);
+        int32_t held = magnitude > LARGEST ? 0 : magnitude;
+        most = held > most ? held : most;
     }
-    uint32_t exponent = (most - (most != 0)) >> 23;
+    uint32_t exponent = (uint32_t)(most - (most != 0)) >> 23;
     exponent = exponent < EXPONENT_MIN ? EXPONENT_MIN : exponent;
-    exponent = exponent > EXPONENT_MAX ? EXPONENT_MAX : exponent;
     float factor = float_from_bits((254u - exponent) << 23);
     OPTIM_LANES
     for (size_t i = 0; i < count; ++i)

@@ -176,7 +176,7 @@ def _entry(key: str, value: Any, piece: torch.Tensor | None) -> Entry:
     if not isinstance(value, torch.Tensor):
         return VALUE, "", ()
     dtype = str(value.dtype).removeprefix("torch.")
-    if moments.is_records(value):
+    if moments.is_records(key, value):
         return RECORDS, dtype, ()
     if piece is not None and value.shape == piece.shape and key != "step":
         return CUT, dtype, ()

@@ -280,7 +280,7 @@ class _Lists:
             target = self.targets[i]
             self.grads[i] = _with_strides_of(target, self.grads[i])
             for key, tensors in self.lists.items():
-                if key != "step" and not moments.is_records(tensors[i]):  # these have no layout
+                if key != "step" and not moments.is_records(key, tensors[i]):  # these have no layout
                     tensors[i] = self.states[i][key] = _with_strides_of(target, tensors[i])
         if mismatched := call():
             raise ValueError(f"step: parameters {mismatched} have a layout that their gradients cannot take")

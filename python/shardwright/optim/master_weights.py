@@ -128,9 +128,7 @@ def master_in(state: Mapping[str, Any]) -> torch.Tensor | None:
     return master if isinstance(master, torch.Tensor) and master.dtype is torch.float32 else None
 
 
-def as_kept(
-    state: Mapping[str, Any], parameter: torch.Tensor, has_master: bool, moments: Any = None
-) -> dict[str, Any]:
+def as_kept(state: Mapping[str, Any], parameter: torch.Tensor, has_master: bool, moments: Any = None) -> dict[str, Any]:
     """Convert loaded state to the kept form: float32 with a master, else the parameter's dtype; `moments`, if given, but
     for masters. Step counts stay.
     """
@@ -193,7 +191,11 @@ def load_in_float32(
         if not has_master(p):
             state.pop(_KEY, None)
         for key, value in as_kept(records.readable(given, p), p, has_master(p), moments).items():
-            if torch.is_tensor(value) and key != "step" and (value.is_floating_point() or records.is_records(value)):
+            if (
+                torch.is_tensor(value)
+                and key != "step"
+                and (value.is_floating_point() or records.is_records(key, value))
+            ):
                 like = p if value.shape == p.shape else value
                 made = torch.empty_like(like, dtype=value.dtype, device=p.device, requires_grad=False)
                 state[key] = made.copy_(value)

@@ -7,6 +7,7 @@ records only if that is row-major order as well, so that records are the same at
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..torch_compat.dtensor import held_tensor, is_dtensor, local_part, placed_a
 BLOCK, RECORD = 32, 33
 #: by entry of the state: the exponent of the least normal code, and the code of NaN
 FORMS = {"exp_avg": (122, 127), "exp_avg_sq": (114, 255)}
-_FINITE_MAX, _DROPS, _NORMAL = 0x7F7FFFFF, 19, 1 << 23
+_LARGEST, _DROPS, _NORMAL = 0x7EFFFFFF, 19, 1 << 23
 
 
 def blocks(numel: int) -> int:
@@ -32,10 +33,10 @@ def run(low: int, high: int) -> tuple[int, int]:
     return low // BLOCK * RECORD, blocks(high) * RECORD
 
 
-def is_records(value: Any) -> bool:
-    """Return True for a moment in records."""
+def is_records(key: Any, value: Any) -> bool:
+    """Return True if entry `key` of a state is a moment in records."""
     is_bytes = isinstance(value, torch.Tensor) and value.dtype is torch.uint8 and not is_dtensor(value)
-    return is_bytes and value.dim() == 2 and value.shape[1] == RECORD
+    return key in FORMS and is_bytes and value.dim() == 2 and value.shape[1] == RECORD
 
 
 def zeros(p: torch.Tensor) -> torch.Tensor:
@@ -63,9 +64,9 @@ def encoded(flat: torch.Tensor, key: str) -> torch.Tensor:
     padded = torch.nn.functional.pad(flat.to(torch.float32), (0, -flat.numel() % BLOCK)).reshape(-1, BLOCK)
     bits = padded.view(torch.int32)
     magnitudes = bits & 0x7FFFFFFF
-    is_finite = magnitudes <= _FINITE_MAX
-    most = torch.where(is_finite, magnitudes, 0).amax(1, keepdim=True) if flat.numel() else magnitudes[:, :1]
-    exponents = (most.clamp(min=1) - 1 >> 23).clamp(1, 253)
+    is_held = magnitudes <= _LARGEST
+    most = torch.where(is_held, magnitudes, 0).amax(1, keepdim=True) if flat.numel() else magnitudes[:, :1]
+    exponents = (most.clamp(min=1) - 1 >> 23).clamp(min=1)
     parts = _float(magnitudes) * _float((254 - exponents) << 23)
     lowest = least << 23
     base = _float(torch.tensor(lowest, dtype=torch.int32))
@@ -73,7 +74,7 @@ def encoded(flat: torch.Tensor, key: str) -> torch.Tensor:
     codes = (places + (1 << (_DROPS - 1)) - 1 + (places >> _DROPS & 1)) >> _DROPS
     if key == "exp_avg_sq":
         codes = torch.where(magnitudes != 0, codes.clamp(min=1), codes)
-    codes = torch.where(is_finite, codes.clamp(max=top - 1), top)
+    codes = torch.where(is_held, codes, top)
     if key == "exp_avg":
         codes = codes | (bits < 0).to(torch.int32) << 7
     return torch.cat((codes, exponents), 1).to(torch.uint8)
@@ -90,8 +91,8 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 def kept(value: torch.Tensor, key: str, p: torch.Tensor, dtype: Any) -> torch.Tensor:
     """Convert a moment of `p` to records if `dtype` is "int8", else from records to float32."""
     if dtype != "int8" or key not in FORMS:
-        return _floating(value, key, p) if is_records(value) and key in FORMS else value
-    if is_records(value):
+        return _floating(value, key, p) if is_records(key, value) else value
+    if is_records(key, value):
         return value
     if is_dtensor(p):
         value = placed_as(value, p) if is_dtensor(value) else local_part(value, p)
@@ -101,7 +102,7 @@ def kept(value: torch.Tensor, key: str, p: torch.Tensor, dtype: Any) -> torch.Te
 
 def floating(state: Mapping[Any, Any], p: torch.Tensor) -> Mapping[Any, Any]:
     """Return the state of `p`, or of a slice of a parameter, with records decoded, in its memory order."""
-    if not any(map(is_records, state.values())):
+    if not any(itertools.starmap(is_records, state.items())):
         return state
     return {key: kept(value, key, p, None) for key, value in state.items()}
 
@@ -113,9 +114,9 @@ def portable(state: Mapping[Any, Any], p: torch.Tensor) -> Mapping[Any, Any]:
 
 def readable(state: Mapping[Any, Any], p: torch.Tensor) -> Mapping[Any, Any]:
     """Invert portable(): decode records, of row-major order, unless `p` is plain and row-major; a DTensor gets its part."""
-    if (p.is_contiguous() and not is_dtensor(p)) or not any(map(is_records, state.values())):
+    if (p.is_contiguous() and not is_dtensor(p)) or not any(itertools.starmap(is_records, state.items())):
         return state
-    return {key: placed(value, key, p) if is_records(value) and key in FORMS else value for key, value in state.items()}
+    return {key: placed(value, key, p) if is_records(key, value) else value for key, value in state.items()}
 
 
 def placed(records: torch.Tensor, key: str, p: torch.Tensor) -> torch.Tensor:

@@ -363,7 +363,7 @@ class WholeTensors(Slices):
         return ["tensor", sorted((each.index, each.owner) for each in self._owned)]
 
     def gather(self, entry: Entry, mine: Mapping[str, Any]) -> dict[str, Any]:
-        packed = io.BytesIO()
+        packed, mine = io.BytesIO(), moments.portable(mine, entry.like)
         if entry.piece is not None:
             on_gpu = [key for key, value in mine.items() if isinstance(value, torch.Tensor) and not value.is_cpu]
             torch.save([{**mine, **{key: mine[key].cpu() for key in on_gpu}}, on_gpu], packed)

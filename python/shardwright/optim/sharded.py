@@ -434,7 +434,7 @@ class ShardedOptimizer(Forwarding):
         kept = dict[str, Any]()
         for key, value in state.items():
             value = part_of(entry.parameter, value)
-            if moments.is_records(value):
+            if moments.is_records(key, value):
                 kept[key] = value[low // moments.BLOCK : moments.blocks(high)].clone()
                 continue
             if isinstance(value, torch.Tensor):

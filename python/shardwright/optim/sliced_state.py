@@ -56,7 +56,7 @@ def description_of(state: Mapping[str, Any], piece: torch.Tensor | None) -> str:
         if isinstance(value, torch.Tensor):
             dtype = dtype_name(value.dtype)
             sliced = piece is not None and value.shape == piece.shape and key != "step"
-            how = "records" if is_records(value) else "sliced" if sliced else "tensor"
+            how = "records" if is_records(key, value) else "sliced" if sliced else "tensor"
             described[key] = (how, dtype, value.tolist() if how == "tensor" else None)
         else:
             described[key] = ("value", "", value)

@@ -127,9 +127,9 @@ def _apply_sliced(
         state = {key: tree.decode(node, tensors) for key, node in values.items()}
         for key, value in state.items():
             name = values[key].get("$tensor") if isinstance(values[key], dict) else None
-            if name is None or isinstance(value, torch.Tensor) and moments.is_records(value):
-                if name is None or isinstance(fit.new[name][1], Sliced) or key not in moments.FORMS:
-                    continue
+            if name is None or (moments.is_records(key, value) and isinstance(fit.new[name][1], Sliced)):
+                continue
+            if moments.is_records(key, value):
                 layout = parameter if is_dtensor(parameter) else optimizer.layout_of(parameter)
                 value = moments.placed(value, key, layout)
             elif not is_state_slice(key, body["stored"][name], parameter):
