@@ -17,6 +17,7 @@ typedef struct held_memory {
 typedef struct device_units_object {
     sw_py_owner owner;                  /* of a sw_device_units */
     PyObject *allocate, *stream;        /* owned callables; groups of buckets allocate nothing */
+    PyObject *home;                     /* owned callable that allocates slices, or NULL */
     PyObject *announce;                 /* owned callable, or NULL */
     sw_unit_plan plan;                  /* owned; a group of buckets has no parts */
     held_memory *place, *apart, *slice; /* owned: by place, by unit, by bucket */
@@ -42,12 +43,13 @@ static size_t world_size_of(const device_units_object *self)
     return (size_t)self->owner.comm->comm->peers->world_size;
 }
 
-/* Asks torch for zeroed memory. Returns false with an exception. */
-static bool allocate(device_units_object *self, size_t bytes, held_memory *held)
+/* Asks a callable for zeroed memory. Returns false with an exception. */
+static bool allocate_by(device_units_object *self, PyObject *callable, size_t bytes,
+                        held_memory *held)
 {
     void *address;
     SW_PY_OWNED *size = PyLong_FromSize_t(bytes);
-    SW_PY_OWNED *made = size ? PyObject_CallFunctionObjArgs(self->allocate, size, NULL) : NULL;
+    SW_PY_OWNED *made = size ? PyObject_CallFunctionObjArgs(callable, size, NULL) : NULL;
     SW_PY_OWNED *flag = made ? PyObject_GetAttrString(made, "is_cuda") : NULL;
     if (!flag || !sw_py_tensor_address(made, &address))
         return false;
@@ -55,6 +57,11 @@ static bool allocate(device_units_object *self, size_t bytes, held_memory *held)
     sw_py_set(&held->tensor, made);
     held->data = address;
     return true;
+}
+
+static bool allocate(device_units_object *self, size_t bytes, held_memory *held)
+{
+    return allocate_by(self, self->allocate, bytes, held);
 }
 
 /* ---- making ---- */
@@ -124,9 +131,11 @@ static bool make_run(device_units_object *self, making *m, const sw_unit_part *p
     const sw_layout_bucket *bucket = &self->layout.bucket[part->bucket];
     held_memory *slice = &self->slice[part->bucket];
     size_t numel = bucket->numel / world_size_of(self);
-    if (!slice->tensor && !allocate(self, numel * sw_dtype_size_bytes(bucket->dtype), slice))
+    if (!slice->tensor && !allocate_by(self, self->home ? self->home : self->allocate,
+                                       numel * sw_dtype_size_bytes(bucket->dtype), slice))
         return false;
     *run = (sw_device_unit_run){.slice = slice->data,
+                                .is_home = self->home != NULL,
                                 .offset_bytes = part->offset_bytes,
                                 .slice_bytes = numel * sw_dtype_size_bytes(part->dtype),
                                 .slice_dtype = bucket->dtype,
@@ -322,12 +331,12 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     device_units_object *self = (device_units_object *)op;
     sw_py_owner *owner = &self->owner;
-    sw_py_arg a[11] = {{0}};
+    sw_py_arg a[12] = {[11] = {.o = Py_None}};
     MAKING m = {.specs = NULL};
     sw_device_units *made = NULL;
     sw_error err;
     if (!sw_py_read("DeviceUnits comm:O reducer:O stream:O | allocate:O units:L buckets:L order:L "
-                    "ends:L label:s turns:N near:N",
+                    "ends:L label:s turns:N near:N home:O",
                     args, kwargs, a) ||
         !sw_py_owner_bind(owner, a[0].o, "DeviceUnits"))
         return -1;
@@ -342,6 +351,7 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_py_device_leave(owner->comm);
     sw_py_set(&self->stream, a[2].o);
     sw_py_set(&self->allocate, a[3].o);
+    sw_py_set_or_clear(&self->home, a[11].o);
     self->slack_bytes = a[10].size * SW_UNIT_ALIGNMENT;
     if (!keep_layout(self, a[1].o) ||
         !(is_planned ? make_planned(self, &m, a[4].o, a[9].size) : make_groups(self, &m, a)))
@@ -382,6 +392,7 @@ static void units_dealloc(PyObject *op)
     Py_XDECREF(old.beside.tensor);
     free(old.group_of);
     Py_XDECREF(old.allocate);
+    Py_XDECREF(old.home);
     Py_XDECREF(old.stream);
     Py_XDECREF(old.announce);
 }
@@ -711,6 +722,7 @@ SW_PY_OWNER_STATS(units_stats, sw_device_units_stats, sw_device_units_get_stats,
                   SW_PY_COUNT(sw_device_units_stats, gathers),
                   SW_PY_COUNT(sw_device_units_stats, releases),
                   SW_PY_COUNT(sw_device_units_stats, near_gathers),
+                  SW_PY_COUNT(sw_device_units_stats, home_bytes),
                   SW_PY_COUNT_AS(sw_device_units_stats, bytes, "gathered_bytes"))
 
 SW_PY_GETTER(units_is_collective, sw_py_owner, PyBool_FromLong(self->comm != NULL))
@@ -763,7 +775,8 @@ SW_PY_TYPE(
     "Units of parameters that are gathered into places of a GPU. stream: returns torch's current "
     "stream. Planned: units is [(name, level of nesting, stays whole, the unit of which it is a "
     "form or its own number, [(parameter, dtype)])], turns the places of a level, "
-    "allocate(nbytes) returns zeroed memory. Or groups of whole buckets: buckets is [(number, "
+    "allocate(nbytes) returns zeroed memory; home(nbytes) that of slices at home. Or groups of "
+    "whole buckets: buckets is [(number, "
     "tensor)], order parameters in the order of use, which ends[] cuts.",
     {Py_tp_init, units_init}, {Py_tp_dealloc, units_dealloc}, {Py_tp_methods, units_methods},
     {Py_tp_getset, units_properties})

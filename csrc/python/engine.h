@@ -34,7 +34,7 @@ typedef struct engine_state {
     PyTypeObject *arena_type, *comm_type, *reducer_type, *hook_type;
     PyTypeObject *plan_type, *saver_type, *folder_type, *store_type, *state_file_type;
     PyTypeObject *device_comm_type, *device_units_type, *device_offload_type;
-    PyTypeObject *device_stage_type, *codec_type, *exchange_type;
+    PyTypeObject *device_home_type, *device_stage_type, *codec_type, *exchange_type;
     struct comm_object *comms; /* borrowed: all live HostComms; comm_use.c */
     PyObject *on_step;         /* owned, or NULL: called after each on_step_every-th row */
     unsigned long long on_step_every;
@@ -205,7 +205,7 @@ extern PyType_Spec sw_py_arena_type_spec, sw_py_comm_type_spec, sw_py_reducer_ty
     sw_py_checkpoint_plan_type_spec, sw_py_checkpoint_saver_type_spec,
     sw_py_checkpoint_folder_type_spec, sw_py_device_comm_type_spec, sw_py_device_units_type_spec,
     sw_py_device_offload_type_spec, sw_py_device_stage_type_spec, sw_py_codec_type_spec,
-    sw_py_exchange_type_spec;
+    sw_py_exchange_type_spec, sw_py_device_home_type_spec;
 extern PyMethodDef sw_py_kernel_functions[], sw_py_optim_functions[], sw_py_compress_functions[],
     sw_py_device_functions[], sw_py_device_compress_functions[], sw_py_fork_functions[],
     sw_py_account_functions[], sw_py_marks_functions[];

@@ -17,6 +17,7 @@ static const struct {
     {&sw_py_device_comm_type_spec, offsetof(engine_state, device_comm_type)},
     {&sw_py_device_units_type_spec, offsetof(engine_state, device_units_type)},
     {&sw_py_device_offload_type_spec, offsetof(engine_state, device_offload_type)},
+    {&sw_py_device_home_type_spec, offsetof(engine_state, device_home_type)},
     {&sw_py_device_stage_type_spec, offsetof(engine_state, device_stage_type)},
     {&sw_py_codec_type_spec, offsetof(engine_state, codec_type)},
     {&sw_py_exchange_type_spec, offsetof(engine_state, exchange_type)},

@@ -12,7 +12,7 @@
 #include "python/device_object.h"
 #include "python/method.h"
 
-enum { REDUCER_REFERENCES = 16 };
+enum { REDUCER_REFERENCES = 17 };
 
 typedef struct reducer_object {
     PyObject_HEAD comm_object *comm; /* owned; NULL on a GPU */
@@ -36,6 +36,7 @@ typedef struct reducer_object {
             PyObject *announcer;       /* gets the accumulated means as a round opens */
             PyObject *bucket_callback; /* averages a bucket in place of the engine */
             PyObject *allocate; /* on a GPU: gets bytes, and returns torch's tensor of as many */
+            PyObject *home;     /* the same for slices of means at home in host memory; or None */
             PyObject *tracer;   /* in a round that a profiler records, called with a bucket and
                                    "begin" or "wait", and with "end" behind it */
         };

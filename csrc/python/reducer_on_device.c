@@ -48,11 +48,12 @@ static PyObject *finish_keeping(reducer_object *self, size_t at, PyObject *owner
     return done;
 }
 
-/* Allocates memory and appends its tensor to *owners. Returns false with an exception. */
-static bool allocate(reducer_object *self, size_t bytes, PyObject **owners, void **data)
+/* Allocates memory by a callable and appends its tensor to *owners. Returns false with an
+ * exception. */
+static bool allocate(PyObject *callable, size_t bytes, PyObject **owners, void **data)
 {
     SW_PY_OWNED *size = PyLong_FromSize_t(bytes);
-    SW_PY_OWNED *made = size ? PyObject_CallFunctionObjArgs(self->allocate, size, NULL) : NULL;
+    SW_PY_OWNED *made = size ? PyObject_CallFunctionObjArgs(callable, size, NULL) : NULL;
     if (!made || !sw_py_tensor_address(made, data))
         return false;
     sw_py_append(owners, Py_NewRef(made));
@@ -77,8 +78,10 @@ static bool adopt(reducer_object *self, size_t bucket)
     size_t bytes = bucket_bytes(self, bucket) / self->slice_count;
     void *data;
     sw_error err;
+    PyObject *callable = self->home == Py_None ? self->allocate : self->home;
     SW_PY_OWNED *owners = PyList_New(0);
-    if (!owners || !allocate(self, bytes ? bytes : sw_dtype_size_bytes(dtype), &owners, &data) ||
+    if (!owners ||
+        !allocate(callable, bytes ? bytes : sw_dtype_size_bytes(dtype), &owners, &data) ||
         reducer_enter(self) < 0)
         return false;
     sw_status status = sw_reducer_adopt(self->reducer, bucket, data, &err);
@@ -100,7 +103,7 @@ int sw_py_reducer_make_place(reducer_object *self)
     if (largest == self->place_bytes)
         return 0;
     SW_PY_OWNED *owners = PyList_New(0);
-    if (!owners || !allocate(self, largest, &owners, &address) ||
+    if (!owners || !allocate(self->allocate, largest, &owners, &address) ||
         sw_py_reducer_use_stream(self) < 0 || reducer_enter(self) < 0)
         return -1;
     sw_status status = sw_reducer_set_place(self->reducer, address, &err);

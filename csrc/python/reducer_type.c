@@ -119,11 +119,8 @@ static bool make_link(reducer_object *self)
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     reducer_object *self = (reducer_object *)op;
-    sw_py_arg a[14] = {[2] = {.n = 25 * 1024 * 1024},
-                       [6] = {.o = Py_None},
-                       [7] = {.s = "model"},
-                       [11] = {.o = Py_None},
-                       [12] = {.o = Py_None}};
+    sw_py_arg a[15] = {[2] = {.n = 25 * 1024 * 1024}, [6] = {.o = Py_None},  [7] = {.s = "model"},
+                       [11] = {.o = Py_None},         [12] = {.o = Py_None}, [14] = {.o = Py_None}};
     SW_PY_SLICES slices = {.numbers = NULL};
     SW_PY_TABLE params = {0}, names = {0};
     sw_reducer_options options = {.label = "model"};
@@ -131,7 +128,7 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (!sw_py_read(
             "Reducer comm:O parameters:O | $ bucket_cap_bytes:n transport:(auto|pool|staged) "
             "reduce:(mean|sum) sliced:p slices:O label:s first_cap_bytes:n deterministic:p wire:z "
-            "row:O column:O allocate:O",
+            "row:O column:O allocate:O home:O",
             args, kwargs, a) ||
         !check_caps(a[2].n, a[8].n) || !bind_comm(self, a[0].o, &world_size) ||
         !read_side(self, a[11].o, &options.row) || !read_side(self, a[12].o, &options.column) ||
@@ -159,6 +156,7 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
                         : slices.given ? (size_t)slices.given->count
                                        : (size_t)world_size;
     sw_py_set(&self->allocate, a[13].o);
+    sw_py_set(&self->home, a[14].o);
     return self->allocate ? sw_py_reducer_allocate(self) : 0;
 }
 
@@ -577,7 +575,8 @@ SW_PY_TYPE(
     "Buckets of gradients and their mean, round by round. parameters: [(name, numel, dtype, "
     "requires_grad[, group[, row_numel]])] in registration order; groups share no bucket; "
     "row_numel > 0 cuts by rows of so many elements. slices: the slice and the replica of each "
-    "rank. allocate(nbytes) returns zeroed memory of a GPU, whose subclass has _keep, "
+    "rank. allocate(nbytes) returns zeroed memory of a GPU, home(nbytes) that of slices; the "
+    "subclass has _keep, "
     "_restore, _blank, _blank_bucket and _end.",
     {Py_tp_init, reducer_init}, {Py_tp_dealloc, reducer_dealloc},
     {Py_tp_traverse, reducer_traverse}, {Py_tp_clear, reducer_clear},

@@ -190,19 +190,34 @@ static offload_batch *batch_for(const sw_device_offload *o, offload_plan *plan, 
     return last;
 }
 
+/* An array in pinned memory is at home (device_home.h): the host works on it in place. */
+static sw_status inspect(const sw_device_offload *o, const void *array, bool *is_home,
+                         sw_error *err)
+{
+    sw_pointer pointer;
+    SW_TRY(o->comm->device->ops->pointer_inspect(o->comm->device, array, &pointer, err));
+    *is_home = pointer.kind == SW_MEMORY_PINNED;
+    return SW_OK;
+}
+
 static void *behind(const void *array, size_t begin, sw_dtype dtype)
 {
     return array ? (uint8_t *)(uintptr_t)array + sw_optim_bytes(begin, dtype) : NULL;
 }
 
+typedef struct run_place { /* which arrays of a run that the GPU knows are at home */
+    bool gradient, value;
+} run_place;
+
 static void add_piece(const sw_device_offload *o, offload_plan *plan, const sw_optim_run *run,
-                      size_t begin, size_t numel)
+                      run_place home, size_t begin, size_t numel)
 {
     sw_dtype value_dtype = run->copy ? run->copy_dtype : run->p_dtype;
     offload_copy gradient = {.device = behind(run->g, begin, run->g_dtype),
-                             .size_bytes = numel * sw_dtype_size_bytes(run->g_dtype)};
+                             .size_bytes =
+                                 home.gradient ? 0 : numel * sw_dtype_size_bytes(run->g_dtype)};
     offload_copy value = {.device = behind(run->copy ? run->copy : run->p, begin, value_dtype),
-                          .size_bytes = numel * sw_dtype_size_bytes(value_dtype)};
+                          .size_bytes = home.value ? 0 : numel * sw_dtype_size_bytes(value_dtype)};
     offload_batch *into = batch_for(o, plan, gradient.size_bytes, value.size_bytes);
     uint8_t *memory = o->slot[(plan->batch_count - 1) % SW_DEVICE_OFFLOAD_SLOTS].memory;
     sw_optim_run *piece = &plan->pieces[plan->piece_count++];
@@ -212,8 +227,10 @@ static void add_piece(const sw_device_offload *o, offload_plan *plan, const sw_o
     piece->m = behind(run->m, begin, run->state_dtype);
     piece->v = behind(run->v, begin, run->state_dtype);
     piece->v_max = behind(run->v_max, begin, run->state_dtype);
-    piece->g = place(&plan->gradients, &into->gradients, memory, gradient);
-    void *there = place(&plan->values, &into->values, memory + half_bytes(o), value);
+    piece->g = home.gradient ? gradient.device
+                             : place(&plan->gradients, &into->gradients, memory, gradient);
+    void *there = home.value ? value.device
+                             : place(&plan->values, &into->values, memory + half_bytes(o), value);
     piece->p = run->copy ? behind(run->p, begin, run->p_dtype) : there;
     piece->copy = run->copy ? there : NULL;
     into->piece_count++;
@@ -242,9 +259,19 @@ static sw_status plan_init(const sw_device_offload *o, offload_plan *plan, const
         plan_fini(plan);
         SW_FAIL(err, SW_E_MEMORY, "device offload: no memory to plan a step over %zu runs", count);
     }
-    for (size_t i = 0; i < count; ++i)
+    for (size_t i = 0; i < count; ++i) {
+        run_place home = {false, false};
+        const void *value = runs[i].copy ? runs[i].copy : runs[i].p;
+        sw_status status = inspect(o, runs[i].g, &home.gradient, err);
+        if (status == SW_OK)
+            status = inspect(o, value, &home.value, err);
+        if (status != SW_OK) {
+            plan_fini(plan);
+            return status;
+        }
         for (size_t begin = 0; begin < runs[i].numel; begin += cut)
-            add_piece(o, plan, &runs[i], begin, sw_size_min(cut, runs[i].numel - begin));
+            add_piece(o, plan, &runs[i], home, begin, sw_size_min(cut, runs[i].numel - begin));
+    }
     return SW_OK;
 }
 

@@ -15,6 +15,9 @@
  *
  * The host writes new parameters after it has waited, so `up` needs no event of `down`.
  *
+ * Arrays at home in pinned memory (device_home.h) are not copied: the host reads gradients and
+ * writes parameters in place, once the first batch has arrived.
+ *
  * Thread rule: one at a time per communicator, as everything on it.
  */
 #pragma once
@@ -53,12 +56,13 @@ SW_MUST_USE sw_status sw_device_offload_create(sw_device_comm *comm, size_t slot
 /* Wait under the deadline for pending copies and destroy. NULL is allowed. */
 void sw_device_offload_destroy(sw_device_offload *offload);
 
-/* Step on every run. A run's g and copy are on the GPU; without a copy, g and p. All other arrays
- * are in host memory. The step is ordered on `user`: after the work enqueued so far, before later
- * work. The caller has checked options and runs. Helper threads live as long as the call.
+/* Step on every run. A run's g and copy are on the GPU, or at home; without a copy, g and p. All
+ * other arrays are in host memory. The step is ordered on `user`: after the work enqueued so far,
+ * before later work. The caller has checked options and runs. Helper threads live as long as the
+ * call.
  *
- * Cost: g down, copy or p down and up for each element; one host wait for each batch; no
- * device allocation. One copy moves arrays of a batch that are contiguous in GPU memory.
+ * Cost: g down, copy or p down and up for each element that is not at home; one host wait for each
+ * batch; no device allocation. One copy moves arrays of a batch that are contiguous in GPU memory.
  *
  * Errors: the communicator's, SW_E_DEVICE, SW_E_OS (no thread can be created), SW_E_MEMORY. If
  * state had already changed, each later step fails with SW_E_STATE and the first error's

@@ -15,6 +15,7 @@ typedef struct device_unit {
     sw_device_unit_run *runs; /* owned */
     size_t run_count;
     sw_device_unit_rows *rows; /* owned: of all runs */
+    bool uses_home;            /* slices of it, not by rows, are at home */
     sw_shard_state state;
     bool is_apart;        /* UNSHARDED in memory apart */
     sw_device_comm *near; /* borrowed; NULL: it does not stay near */
@@ -36,6 +37,8 @@ struct sw_device_units {
     device_place *place; /* owned */
     size_t place_count;
     char *beside;      /* borrowed, or NULL */
+    sw_stream *home;   /* owned: of copies of slices at home; NULL: there are none */
+    sw_event *idle;    /* owned, with `home` */
     sw_stream *writer; /* the stream of the last gather_anew */
     uint32_t digest;
     sw_device_units_stats stats;
@@ -62,6 +65,8 @@ static sw_status create_unit(sw_device_units *u, device_unit *unit, const sw_dev
         SW_FAIL(err, SW_E_MEMORY, "unit '%s': no memory for %zu runs", spec->name, spec->run_count);
     memcpy(unit->name, spec->name, name_bytes);
     memcpy(unit->runs, spec->runs, bytes);
+    for (size_t i = 0; i < spec->run_count; ++i)
+        unit->uses_home |= spec->runs[i].is_home && !spec->runs[i].rows;
     unit->run_count = spec->run_count;
     sw_device_unit_rows *rows = unit->rows;
     for (size_t i = 0; i < unit->run_count; rows += unit->runs[i++].row_count)
@@ -75,6 +80,7 @@ static sw_status create_unit(sw_device_units *u, device_unit *unit, const sw_dev
 static sw_status create_all(sw_device_units *u, const sw_device_unit_spec *specs, sw_error *err)
 {
     sw_device *device = u->comm->device;
+    bool has_home = false;
     u->unit = calloc(u->count + 1, sizeof *u->unit);
     u->place = calloc(u->place_count + 1, sizeof *u->place);
     if (!u->unit || !u->place)
@@ -83,9 +89,15 @@ static sw_status create_all(sw_device_units *u, const sw_device_unit_spec *specs
         u->place[p].holder = SW_DEVICE_UNIT_NONE;
         SW_TRY(device->ops->event_create(device, &u->place[p].left, err));
     }
-    for (size_t i = 0; i < u->count; ++i)
+    for (size_t i = 0; i < u->count; ++i) {
         SW_TRY(create_unit(u, &u->unit[i], &specs[i], err));
-    return SW_OK;
+        for (size_t k = 0; k < specs[i].run_count; ++k)
+            has_home |= specs[i].runs[k].is_home;
+    }
+    if (!has_home)
+        return SW_OK;
+    SW_TRY(device->ops->stream_create(device, false, &u->home, err));
+    return device->ops->event_create(device, &u->idle, err);
 }
 
 sw_status sw_device_units_create(sw_device_comm *comm, size_t place_count, void *beside,
@@ -108,11 +120,24 @@ sw_status sw_device_units_create(sw_device_comm *comm, size_t place_count, void 
     return SW_OK;
 }
 
+/* Wait until no slice at home is read any longer. */
+static void leave_home(const sw_device_units *u)
+{
+    sw_device *device = u->comm->device;
+    sw_stream *const streams[] = {u->home, u->comm->stream};
+    for (size_t i = 0; u->idle && i < sizeof streams / sizeof *streams; ++i)
+        if (device->ops->event_record(device, u->idle, streams[i], NULL) == SW_OK)
+            sw_device_comm_await(u->comm, u->idle, "the copies of parameters in host memory");
+    device->ops->event_destroy(device, u->idle);
+    device->ops->stream_destroy(device, u->home);
+}
+
 void sw_device_units_destroy(sw_device_units *u)
 {
     if (!u)
         return;
     sw_device *device = u->comm->device;
+    leave_home(u);
     for (size_t i = 0; u->unit && i < u->count; ++i) {
         device_unit *unit = &u->unit[i];
         if (unit->state == SW_SHARD_GATHERING) /* the caller may reuse its place next */
@@ -195,6 +220,12 @@ static char *own_place(const sw_device_units *u, const sw_device_unit_run *run, 
     return target_of(u, run, data) + (size_t)u->comm->peers->rank * run->slice_bytes;
 }
 
+/* Return the stream that brings a slice into its place. */
+static sw_stream *stream_of(const sw_device_units *u, const sw_device_unit_run *run)
+{
+    return run->is_home && !run->rows ? u->home : u->comm->stream;
+}
+
 static sw_status cast_run(sw_device_units *u, const sw_device_unit_run *run, char *data,
                           sw_error *err)
 {
@@ -204,17 +235,41 @@ static sw_status cast_run(sw_device_units *u, const sw_device_unit_run *run, cha
                                .scale = 1.0f,
                                .to_dtype = (int)run->dtype,
                                .from_dtype = (int)run->slice_dtype};
-    return sw_kernel_launch(&u->comm->kernels, SW_KERNEL_CAST, &args, u->comm->stream, err);
+    return sw_kernel_launch(&u->comm->kernels, SW_KERNEL_CAST, &args, stream_of(u, run), err);
 }
 
-/* Memory apart from the unit's place is not registered, so the slices sent to it must not be
- * either: all ranks pass registered memory or none. */
 static sw_status copy_run(sw_device_units *u, const sw_device_unit_run *run, char *data,
                           sw_error *err)
 {
     sw_device *device = u->comm->device;
     return device->ops->copy_async(device, own_place(u, run, data), run->slice, run->slice_bytes,
-                                   u->comm->stream, err);
+                                   stream_of(u, run), err);
+}
+
+/* Return true if a run's slice is sent from its place in the unit, where it is brought first.
+ * Memory apart from the unit's place is not registered, so the slices sent to it must not be
+ * either: all ranks pass registered memory or none. */
+static bool is_brought(const device_unit *unit, const sw_device_unit_run *run, const char *data)
+{
+    return is_cast(run) || run->is_home || (data != unit->data && !run->rows);
+}
+
+/* Bring slices into their places in a unit at `data`, before they are gathered there. */
+static sw_status bring_slices(sw_device_units *u, const device_unit *unit, char *data,
+                              sw_error *err)
+{
+    for (size_t i = 0; i < unit->run_count; ++i) {
+        const sw_device_unit_run *run = &unit->runs[i];
+        if (!is_brought(unit, run, data))
+            continue;
+        SW_TRY((is_cast(run) ? cast_run : copy_run)(u, run, data, err));
+        if (run->is_home)
+            u->stats.home_bytes += run->slice_bytes / sw_dtype_size_bytes(run->dtype) *
+                                   sw_dtype_size_bytes(run->slice_dtype);
+    }
+    if (unit->uses_home)
+        SW_TRY(sw_device_comm_follow(u->comm, u->comm->stream, u->home, err));
+    return SW_OK;
 }
 
 static sw_status gather_runs(sw_device_units *u, const device_unit *unit, char *data, size_t begin,
@@ -222,17 +277,10 @@ static sw_status gather_runs(sw_device_units *u, const device_unit *unit, char *
 {
     sw_peers *peers = u->comm->peers;
     sw_status status = SW_OK;
-    bool is_apart = data != unit->data;
-    for (size_t i = begin; i < end; ++i)
-        if (is_cast(&unit->runs[i]))
-            SW_TRY(cast_run(u, &unit->runs[i], data, err));
-        else if (is_apart && !unit->runs[i].rows)
-            SW_TRY(copy_run(u, &unit->runs[i], data, err));
     SW_TRY(sw_peers_group_begin(peers, err));
     for (size_t i = begin; i < end && status == SW_OK; ++i) {
         const sw_device_unit_run *run = &unit->runs[i];
-        bool is_there = is_cast(run) || (is_apart && !run->rows);
-        const void *slice = is_there ? own_place(u, run, data) : run->slice;
+        const void *slice = is_brought(unit, run, data) ? own_place(u, run, data) : run->slice;
         status = sw_peers_gather_slices(peers, slice, target_of(u, run, data), run->slice_bytes,
                                         u->comm->stream, err);
         u->stats.bytes += run->slice_bytes * (size_t)peers->world_size;
@@ -284,6 +332,7 @@ static sw_status gather_slices(sw_device_units *u, const device_unit *unit, char
 {
     const uint32_t number = (uint32_t)(unit - u->unit);
     u->digest = sw_crc32c(u->digest, &number, sizeof number);
+    SW_TRY(bring_slices(u, unit, data, err));
     for (size_t i = 0; i < unit->run_count; i += CALLS_PER_GROUP) {
         size_t left = unit->run_count - i;
         SW_TRY(gather_runs(u, unit, data, i, i + (left < CALLS_PER_GROUP ? left : CALLS_PER_GROUP),
@@ -358,6 +407,8 @@ static sw_status gather_next(sw_device_units *u, device_unit *unit, sw_error *er
     sw_device *device = u->comm->device;
     sw_event *left = u->place[unit->place].left;
     bool is_early = arrives_beside(unit) && !unit->is_near;
+    if (unit->uses_home)
+        SW_TRY(device->ops->stream_wait(device, u->home, left, err));
     if (is_early)
         SW_TRY(gather_slices(u, unit, unit->data, err));
     SW_TRY(device->ops->stream_wait(device, u->comm->stream, left, err));
@@ -461,6 +512,8 @@ sw_status sw_device_unit_gather_apart(sw_device_units *u, size_t index, void *da
     SW_TRY(sw_shard_move(&gathered, SW_SHARD_GATHER, unit->name, err));
     SW_TRY(sw_shard_move(&gathered, SW_SHARD_COMPLETE, unit->name, err));
     SW_TRY(sw_device_comm_follow(u->comm, u->comm->stream, user, err));
+    if (unit->uses_home)
+        SW_TRY(sw_device_comm_follow(u->comm, u->home, user, err));
     SW_TRY(gather_slices(u, unit, data, err));
     SW_TRY(copy_out(u, unit, data, err));
     SW_TRY(sw_device_comm_mark(u->comm, err));
@@ -495,6 +548,8 @@ sw_status sw_device_units_follow(sw_device_units *u, sw_stream *user, sw_error *
 {
     for (size_t i = 0; i < u->count; ++i)
         u->unit[i].is_near = u->unit[i].was_near = false;
+    if (u->home)
+        SW_TRY(sw_device_comm_follow(u->comm, u->home, user, err));
     return sw_device_comm_follow(u->comm, u->comm->stream, user, err);
 }
 

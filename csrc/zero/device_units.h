@@ -18,6 +18,16 @@
  * share. One launch of PACK then copies the chunks of each parameter to where it lies in one range.
  * Both run on the communicator's stream, so the next gather's slices arrive after that.
  *
+ * A slice may be *at home* in pinned host memory (device_home.h). It is copied or cast into the
+ * place on a stream of its own, and gathered from there: the copies of units ahead run beside the
+ * gathers before them. By rows it is copied on the communicator's stream, since all units share
+ * that memory.
+ *
+ *   user --left[place]--> home    a slice is copied into a place after all work on the unit in it
+ *   home --> comm                 a slice is gathered after it has been copied into its place
+ *   user --> home (update)        a slice is copied after it has been written
+ *   home, comm --> host, in destroy   the owner may free the slices
+ *
  * A unit that must be whole while another one is in its place lies *apart*: in memory of its own,
  * until it is released. A unit that is GATHERING is gathered ahead: it leaves its place again if
  * another needs that first.
@@ -52,6 +62,7 @@ typedef struct sw_device_unit_rows { /* by rows: a parameter, in chunks, one a s
 
 typedef struct sw_device_unit_run { /* one bucket of a unit */
     const void *slice;              /* device memory, borrowed: this rank's slice */
+    bool is_home;                   /* the slice is at home: pinned host memory */
     size_t offset_bytes; /* from the unit's first byte to the bucket's; by rows, from that
                           * of the memory beside to its first slice */
     const sw_device_unit_rows *rows; /* borrowed: copied. The parameters by rows; NULL: the bucket
@@ -74,6 +85,7 @@ typedef struct sw_device_unit_spec {
 typedef struct sw_device_units_stats {
     uint64_t gathers, releases, bytes; /* bytes: of whole units, received and copied */
     uint64_t near_gathers;             /* of those, from parts that ranks nearby kept */
+    uint64_t home_bytes;               /* of slices at home, copied from host memory */
 } sw_device_units_stats;
 
 typedef struct sw_device_units sw_device_units;

@@ -356,6 +356,7 @@ class DeviceUnits:
         label: str = ...,
         turns: int = ...,
         near: int = ...,
+        home: Callable[[int], Any] | None = None,
     ) -> None: ...
     def keep_near(self, unit: int, comm: DeviceComm, /) -> None: ...
     @property
@@ -379,6 +380,12 @@ class DeviceUnits:
     def digest(self) -> int: ...
     def set_announce(self, announce: Callable[[int], None] | None, /) -> None: ...
     def stats(self) -> dict[str, int]: ...
+
+@final
+class DeviceHome:
+    def __init__(self, comm: DeviceComm, nbytes: int, stream: Callable[[], int]) -> None: ...
+    @property
+    def address(self) -> int: ...
 
 @final
 class DeviceOffload:
@@ -489,6 +496,7 @@ class Reducer:
         row: DeviceComm | None = None,
         column: DeviceComm | None = None,
         allocate: Callable[[int], Any] = ...,
+        home: Callable[[int], Any] | None = None,
     ) -> None: ...
     transport: str
     transport_reason: str

@@ -51,6 +51,7 @@ def memory_of(replica: Replica) -> Memory | None:
         return None
     parameters, units = _parameter_bytes(replica)
     buffers, gradients = sum(store.planned_nbytes for store in replica.stores), replica.reducer.planned_bytes
+    gradients -= getattr(replica.reducer, "home_bytes", 0)  # of a GPU's alone
     return Memory(parameters=parameters, units=units, gradients=gradients, state=in_memory, buffers=buffers)
 
 
@@ -102,7 +103,8 @@ def _parameter_bytes(replica: Replica) -> tuple[int, int]:
         return sum(sizes), 0
     memory = replica.parameters()
     if memory.releases:
-        return 0 if memory.is_in_file else memory.bytes_held, int(memory.plan()["unit_bytes"])
+        held = 0 if memory.is_in_file else memory.bytes_held - memory.home_bytes
+        return held, int(memory.plan()["unit_bytes"])
     held = memory.bytes_held // replica.group.world_size if memory.shared else memory.bytes_held
     return held + sum(size for index, size in enumerate(sizes) if not memory.is_moved(index)), 0
 

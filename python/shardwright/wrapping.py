@@ -160,7 +160,7 @@ def wrap(
     ranks = ModelRanks.beside(members, group, stored)
     values = "a function" if callable(init) else str(init) if init is None or init is True else type(init).__name__
     built = {"option init": values, "option weights": "none" if weights is None else "given"}
-    _agree_on_optimizer(group, ranks, module, optimizer, given.zero, partition, given.offload, clip_grad_norm, built)
+    _agree_on_optimizer(group, ranks, module, optimizer, given, partition, clip_grad_norm, built)
     sources = Values(init, weights, optimizer)
     wrapped = DistributedDataParallel(module, mixed_precision=mixed_precision, _options=given, _values=sources)
     try:
@@ -246,8 +246,8 @@ def shard_optimizer(
 
 def _step_for(engine: Engine, optimizer: torch.optim.Optimizer, partition: str) -> torch.optim.Optimizer:
     """Return the optimizer that steps on the module of an engine. Collective."""
-    zero, offload, replica = engine.options.zero, engine.options.offload, engine.replica
-    _agree_on_optimizer(replica.group, replica.model_ranks, engine.module, optimizer, zero, partition, offload)
+    replica = engine.replica
+    _agree_on_optimizer(replica.group, replica.model_ranks, engine.module, optimizer, engine.options, partition)
     return _make_stepper(engine, optimizer, partition)
 
 
@@ -287,14 +287,13 @@ def _agree_on_optimizer(
     model_ranks: ModelRanks | None,
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    zero: int,
+    options: Options,
     partition: str,
-    offload: Any,
     clip_grad_norm: float | None = None,
     beside: Mapping[str, str] | None = None,
 ) -> None:
     """Raise the same on all ranks for an optimizer that cannot step on the module, or differs, as `beside` may. Collective."""
-    names, label = _names_of(module), type(module).__name__
+    names, label, zero = _names_of(module), type(module).__name__, options.zero
 
     def rows() -> list[Row]:
         way = "flat"
@@ -315,7 +314,7 @@ def _agree_on_optimizer(
                     f"partition='tensor' steps on whole tensors, and parameter {dtensor!r} is a DTensor, of which ranks hold shards"
                 )
         if optimizer is not None or not zero:
-            _check_offload(module, offload, optimizer, zero)
+            _check_offload(module, options, optimizer)
         found = given_rows(optimizer, names, partition if zero else "", clip_grad_norm)
         found[0][2].update(beside or {})
         return found
@@ -336,9 +335,11 @@ def _not_an_optimizer(given: Any) -> str:
     return f"{type(given).__name__}: {remedy}"
 
 
-def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim.Optimizer | None, zero: int) -> None:
+def _check_offload(module: torch.nn.Module, options: Options, optimizer: torch.optim.Optimizer | None) -> None:
+    offload, zero = options.offload, options.zero
     parameters, kind = offload_kinds(offload)
-    if kind != "nvme" and parameters != "nvme" and not (kind == "cpu" and _is_on_gpu(module)):
+    is_on_gpu = options.device is not None or any(map(cuda.runtime.holds, module.parameters()))
+    if kind != "nvme" and parameters != "nvme" and not (kind == "cpu" and is_on_gpu):
         return
     if not getattr(optimizer, "can_offload", False):
         got = "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
@@ -352,10 +353,6 @@ def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim
             f"offload={offload!r} at zero=0 keeps the state of whole parameters, and parameter {name!r} is a DTensor, of which ranks hold shards: "
             "wrap with zero=1 or higher, which keeps the state of this rank's slice of each shard"
         )
-
-
-def _is_on_gpu(module: torch.nn.Module) -> bool:
-    return any(map(cuda.runtime.holds, module.parameters()))
 
 
 def _keep_state(engine: Engine, optimizer: Any, inner: Any) -> None:

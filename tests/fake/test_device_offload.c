@@ -1,7 +1,8 @@
 /* test_device_offload.c - steps on the host for parameters on simulated GPUs.
  *
  * Laws: after 3 steps, parameters, their copies, masters and moments have the bits of a step on
- * whole arrays in memory, for any schedule, slot size and number of threads. No schedule gives a
+ * whole arrays in memory, for any schedule, slot size and number of threads. Arrays at home in pinned
+ * memory are worked on in place, and no byte of them is copied. No schedule gives a
  * race, a read of unwritten bytes, or a leak. A step waits on the host once a batch and allocates
  * nothing. Destroying lets pending copies end first, also after a step that failed; the next step
  * then reports the failure. Each driver call that fails ends in a named error and leaves nothing.
@@ -21,9 +22,11 @@ static const int64_t TIMEOUT_NS = 2000000000;
  * without a gap between them are one copy. */
 static const struct {
     size_t numel;
-    bool has_copy, adjoins;
-} shape[RUNS] = {{64, false, false},  {700, false, true}, {5, true, false},   {0, true, false},
-                 {1300, true, false}, {33, true, true},   {129, false, false}};
+    bool has_copy, adjoins, value_is_home, gradient_is_home;
+} shape[RUNS] = {{64, false, false, false, false}, {700, false, true, true, false},
+                 {5, true, false, false, false},   {0, true, false, true, false},
+                 {1300, true, false, true, true},  {33, true, true, false, false},
+                 {129, false, false, false, true}};
 
 typedef struct training {
     size_t slot_bytes;
@@ -44,6 +47,7 @@ typedef struct loop {
     sw_event *looked;
     unsigned char *gradients, *values;     /* device memory */
     unsigned char *given, *seen;           /* pinned */
+    unsigned char *home_g, *home_values;   /* pinned, in place of device memory */
     unsigned char *oracle_g, *oracle_copy; /* the expected contents of the device */
     size_t gradient_at[RUNS], value_at[RUNS];
     float *p[RUNS], *m[RUNS], *v[RUNS];    /* host memory; p: masters alone */
@@ -82,7 +86,7 @@ static sw_status prepare(loop *l)
 {
     sw_device *device = l->self->device;
     sw_error *err = &l->self->err;
-    void *memory[4];
+    void *memory[6];
     size_t at = 0;
     SW_TRY(device->ops->stream_create(device, false, &l->user, err));
     SW_TRY(device->ops->event_create(device, &l->looked, err));
@@ -94,6 +98,10 @@ static sw_status prepare(loop *l)
     l->given = memory[2];
     SW_TRY(device->ops->pinned_alloc(device, ARENA, &memory[3], err));
     l->seen = memory[3];
+    SW_TRY(device->ops->pinned_alloc(device, ARENA, &memory[4], err));
+    l->home_g = memory[4];
+    SW_TRY(device->ops->pinned_alloc(device, ARENA, &memory[5], err));
+    l->home_values = memory[5];
     l->oracle_g = calloc(2, ARENA);
     l->oracle_copy = l->oracle_g + ARENA;
     memset(l->given, 0, ARENA);
@@ -113,6 +121,7 @@ static sw_status prepare(loop *l)
     check(at <= ARENA, "the arena is too small: %zu bytes", at);
     memcpy(l->given, l->oracle_copy, ARENA);
     SW_TRY(device->ops->copy_async(device, l->values, l->given, ARENA, l->user, err));
+    SW_TRY(device->ops->copy_async(device, l->home_values, l->given, ARENA, l->user, err));
     SW_TRY(device->ops->event_record(device, l->looked, l->user, err));
     return device->ops->event_wait(device, l->looked, TIMEOUT_NS, "the test's values", err);
 }
@@ -127,7 +136,8 @@ static sw_status make_gradients(loop *l, int step)
                 value_of(e * 17 + (size_t)(i * 5 + step * 3)));
     memcpy(l->given, l->oracle_g, ARENA);
     gpu_sim->host_access(l->given, ARENA, SW_ACCESS_WRITE, "the test's gradients");
-    return device->ops->copy_async(device, l->gradients, l->given, ARENA, l->user, &l->self->err);
+    SW_TRY(device->ops->copy_async(device, l->gradients, l->given, ARENA, l->user, &l->self->err));
+    return device->ops->copy_async(device, l->home_g, l->given, ARENA, l->user, &l->self->err);
 }
 
 /* Run the host's step, and note its accesses of pinned memory. */
@@ -151,12 +161,14 @@ static sw_status step_seen(const void *given, const sw_optim_run *runs, size_t c
 static void runs_of(const loop *l, int step, bool oracle, sw_optim_run *runs)
 {
     for (int i = 0; i < RUNS; ++i) {
-        unsigned char *value = (oracle ? l->oracle_copy : l->values) + l->value_at[i];
+        unsigned char *values = shape[i].value_is_home ? l->home_values : l->values;
+        unsigned char *gradients = shape[i].gradient_is_home ? l->home_g : l->gradients;
+        unsigned char *value = (oracle ? l->oracle_copy : values) + l->value_at[i];
         sw_dtype dtype = shape[i].has_copy ? SW_DTYPE_BFLOAT16 : SW_DTYPE_FLOAT32;
         runs[i] = (sw_optim_run){.p = oracle ? l->op[i] : l->p[i],
                                  .m = oracle ? l->om[i] : l->m[i],
                                  .v = oracle ? l->ov[i] : l->v[i],
-                                 .g = (oracle ? l->oracle_g : l->gradients) + l->gradient_at[i],
+                                 .g = (oracle ? l->oracle_g : gradients) + l->gradient_at[i],
                                  .numel = shape[i].numel,
                                  .step = step + 1,
                                  .p_dtype = SW_DTYPE_FLOAT32,
@@ -185,6 +197,11 @@ static sw_status look(loop *l)
     sw_device *device = l->self->device;
     sw_error *err = &l->self->err;
     SW_TRY(device->ops->copy_async(device, l->seen, l->values, ARENA, l->user, err));
+    for (int i = 0; i < RUNS; ++i)
+        if (shape[i].value_is_home && shape[i].numel)
+            SW_TRY(device->ops->copy_async(device, l->seen + l->value_at[i],
+                                           l->home_values + l->value_at[i],
+                                           shape[i].numel * element_bytes(i), l->user, err));
     SW_TRY(device->ops->event_record(device, l->looked, l->user, err));
     SW_TRY(device->ops->event_wait(device, l->looked, TIMEOUT_NS, "the test's look", err));
     gpu_sim->host_access(l->seen, ARENA, SW_ACCESS_READ, "the test's look");
@@ -212,11 +229,20 @@ static sw_status train_step(loop *l, int step)
                      .run = l->run};
     SW_TRY(make_gradients(l, step));
     uint64_t waits = device->stats.host_waits, allocations = device->stats.allocations;
-    uint64_t batches = sw_device_offload_get_stats(l->offload).batches;
+    const sw_device_offload_stats before = sw_device_offload_get_stats(l->offload);
+    uint64_t down = 0, up = 0;
     runs_of(l, step, false, runs);
     runs_of(l, step, true, oracle);
     SW_TRY(sw_device_offload_step(l->offload, step_seen, &given, runs, RUNS, l->user, err));
-    batches = sw_device_offload_get_stats(l->offload).batches - batches;
+    const sw_device_offload_stats after = sw_device_offload_get_stats(l->offload);
+    uint64_t batches = after.batches - before.batches;
+    for (int i = 0; i < RUNS; ++i) {
+        up += shape[i].value_is_home ? 0 : shape[i].numel * element_bytes(i);
+        down += shape[i].gradient_is_home ? 0 : shape[i].numel * element_bytes(i);
+    }
+    check(after.bytes_up - before.bytes_up == up && after.bytes_down - before.bytes_down == up + down,
+          "%d bytes went up and %d down", (int)(after.bytes_up - before.bytes_up),
+          (int)(after.bytes_down - before.bytes_down));
     check(device->stats.host_waits - waits == batches && batches > 0,
           "%d waits of the host for %d batches", (int)(device->stats.host_waits - waits),
           (int)batches);
@@ -260,6 +286,8 @@ static void tear_down(loop *l)
     device->ops->memory_free(device, l->gradients);
     device->ops->pinned_free(device, l->seen);
     device->ops->pinned_free(device, l->given);
+    device->ops->pinned_free(device, l->home_g);
+    device->ops->pinned_free(device, l->home_values);
     device->ops->event_destroy(device, l->looked);
     device->ops->stream_destroy(device, l->user);
     free(l->oracle_g);

@@ -144,7 +144,15 @@ class _Runtime(sw_device.CudaRuntime):
         return functools.partial(operator.attrgetter("stream"), self._gpus)
 
     def zeros(self, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+        self._gpus.check_room(numel * dtype.itemsize)
         return self._gpus.adopt(torch.zeros(numel, dtype=dtype))
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(0)
+
+    def moved(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        self._gpus.check_room(tensor.nbytes)
+        return self._gpus.adopt(tensor.clone())
 
     @property
     def torch_waits(self) -> list[str]:
@@ -269,6 +277,8 @@ class SimulatedGpus:
         self._ends: list[int] = []
         self._held: list[torch.Tensor] = []
         self.devices = Devices(self._is_adopted)
+        #: bytes that were a GPU's at any time, without what the engine has allocated; their limit with that, 0: none
+        self.adopted_bytes = self.limit_bytes = 0
         #: how often torch's cache was asked for memory
         self.rooms = 0
         self.stream = 0
@@ -393,6 +403,7 @@ class SimulatedGpus:
         """Note that the engine's streams will use the tensor. It is kept until the simulation ends."""
         storage = tensor.untyped_storage()
         if self.notice(tensor):
+            self.adopted_bytes += storage.nbytes()
             self._cuda.sim_torch_adopt(self.stream, storage.data_ptr(), storage.nbytes())
         with torch._C.DisableTorchFunctionSubclass():  # one that is released is an error to whoever reads it
             self._held.append(tensor.detach())
@@ -534,6 +545,11 @@ class SimulatedGpus:
         """
         self._text = ctypes.CDLL(library)  # kept: the simulation calls it
         self._cuda.sim_torch_run_kernels(self._text.run_kernel_text, spoiled)
+
+    def check_room(self, nbytes: int) -> None:
+        """Raise what torch raises where its memory and the engine's would exceed the limit."""
+        if self.limit_bytes and self.adopted_bytes + self.memory_in_use() + nbytes > self.limit_bytes:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes")
 
     def limit_memory(self, limit_bytes: int, cached_bytes: int = 0) -> None:
         """Set the memory for the engine's own allocations. torch's cache holds part of it until it is asked to free it."""

@@ -316,14 +316,28 @@ def refusals(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         sw.wrap(module, ours, zero=1, offload=f"nvme:{absent}")
 
 
-def test_parameters_stay_on_the_gpu(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+def test_places_of_parameters_that_do_not_exist_are_named(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, with_places_of_parameters)
 
 
 def with_places_of_parameters(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    for place in ("cpu", offload_to("nvme", rank)):
-        made = build(OPTIMIZERS["AdamW"])
-        with pytest.raises((NotImplementedError, sw.Error), match="moves parameters, which is for modules on the CPU"):
-            wrap(gpus, made, zero=3, share_parameters=False, offload={"parameters": place})
-        model, optimizer = wrap(gpus, made, zero=3, offload={"optimizer": "cpu"})
-        offloaded.train(model, optimizer, rank)
+    made = build(OPTIMIZERS["AdamW"])
+    in_file = {"zero": 3, "share_parameters": False, "offload": {"parameters": offload_to("nvme", rank)}}
+    for options, error, sentence in (
+        (in_file, NotImplementedError, "keeps parameters in a file, which is for modules on the CPU"),
+        (
+            {"zero": 3, "offload": {"parameters": "cpu"}},
+            ValueError,
+            "place of the optimizer's state.*got zero=3 and None",
+        ),
+        ({"zero": 2, "offload": {"parameters": "cpu", "optimizer": "cpu"}}, ValueError, "needs zero=3.*got zero=2"),
+        ({"zero": 3, "offload": "cpu", "device": "cuda"}, ValueError, "parameters that stay in host memory"),
+        ({"zero": 3, "offload": {"parameters": "cpu"}, "device": "cpu"}, ValueError, "must name a GPU"),
+    ):
+        with pytest.raises((error, sw.Error), match=sentence):
+            wrap(gpus, made, **options)
+    plain = torch.optim.AdamW(made[0].parameters())
+    with pytest.raises(ValueError, match="needs an optimizer of sw.optim .* got torch.optim.adamw"):
+        wrap(gpus, (made[0], plain), zero=3, offload={"parameters": "cpu", "optimizer": "cpu"})
+    model, optimizer = wrap(gpus, made, zero=3, offload={"optimizer": "cpu"})
+    offloaded.train(model, optimizer, rank)

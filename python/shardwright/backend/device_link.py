@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .._engine import DeviceComm, Error, device_tensor, nccl_unique_id, slot_part_bytes
+from .._engine import DeviceComm, DeviceHome, Error, device_tensor, nccl_unique_id, slot_part_bytes
 from ..comm.agreement import gather_values
 from ..comm.process_group import HostGroup, row_major
 from ..comm.rendezvous import comm_error
@@ -42,6 +42,21 @@ def alias(
     ordinal = link.ordinal if like.is_cuda else -1  # simulated GPUs are the CPU
     strides = dense_strides(like) if like.shape == torch.Size(shape) else None
     return engine_tensor(device_tensor(ordinal, owner, address, dtype, list(shape), strides))
+
+
+class Homes:
+    """Allocates zeroed pinned host memory, as tensors on the GPU of `like`, which reads and writes them over the bus."""
+
+    def __init__(self, link: DeviceLink, like: torch.Tensor) -> None:
+        self._link, self._like = link, like
+        #: bytes that were allocated
+        self.nbytes = 0
+
+    def __call__(self, nbytes: int) -> torch.Tensor:
+        home = DeviceHome(self._link.comm, nbytes, self._link.current_stream)
+        self.nbytes += nbytes
+        made: torch.Tensor = cuda.runtime.seen(alias(self._link, home, home.address, "uint8", [nbytes], self._like))
+        return made
 
 
 def _ranges_of(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[tuple[int, int, str]]]:

@@ -14,7 +14,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from .._engine import Reducer
-from ..backend.device_link import DeviceLink
+from ..backend.device_link import DeviceLink, Homes
 from ..layout.shard_mesh import Slicing
 from ..torch_compat import cuda
 
@@ -24,7 +24,8 @@ class DeviceReducer(Reducer):
 
     `rows`: those of Reducer, one for each parameter. `like`: any tensor on the GPU.
     `deterministic`: fold in rank order, with the host's bits. `sliced`: keep this rank's slices of the means, by `slicing`.
-    `wire`: the 16-bit dtype in which the mean travels. `mesh`: links of this rank's row and column.
+    `wire`: the 16-bit dtype in which the mean travels. `mesh`: links of this rank's row and column. `at_home`: slices of
+    means lie in pinned host memory, where the optimizer steps.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class DeviceReducer(Reducer):
         slicing: Slicing,
         wire: str | None = None,
         mesh: tuple[DeviceLink, DeviceLink] | None = None,
+        at_home: bool = False,
     ) -> None:
         row, column = mesh or (None, None)
+        self._homes = Homes(link, like) if at_home else None
         super().__init__(
             link.comm,
             rows,
@@ -56,11 +59,17 @@ class DeviceReducer(Reducer):
             row=None if row is None else row.comm,
             column=None if column is None else column.comm,
             allocate=lambda nbytes: cuda.runtime.zeros(nbytes, torch.uint8, like),
+            home=self._homes,
         )
         self._bucket_link = row or link  # on a mesh the column reduces the slices further
         self._link, self._sliced, self.wire = link, sliced, wire
         self._kept: dict[int, torch.Tensor] = {}
         self._by_rows = [len(row) > 5 and row[5] > 0 for row in rows]
+
+    @property
+    def home_bytes(self) -> int:
+        """Return the bytes of slices in pinned host memory."""
+        return 0 if self._homes is None else self._homes.nbytes
 
     def attach(self, parameters: Any, views: Any, **others: Any) -> None:
         """Attach as Reducer does, and read torch's current stream before each enqueue. `renew(i)` also makes a missing views[i]."""

@@ -35,6 +35,8 @@ class ParameterTable:
     sparse: frozenset[int] = frozenset()
     module_parameters: tuple[torch.nn.Parameter, ...] = ()
     model_mesh: ModelMesh | None = None
+    #: the GPU on which the module computes while its parameters are on the CPU
+    device: torch.device | None = None
 
     @functools.cached_property
     def is_by_rows(self) -> bool:
@@ -50,8 +52,14 @@ class ParameterTable:
 
     @property
     def is_on_gpu(self) -> bool:
-        """Return True if all tensors are on a GPU; they share one device."""
-        return bool(cuda.runtime.holds(self.parameters[0]))
+        """Return True if all tensors are on a GPU, or are going there; they share one device."""
+        return self.device is not None or bool(cuda.runtime.holds(self.parameters[0]))
+
+    @functools.cached_property
+    def like(self) -> torch.Tensor:
+        """Return a tensor on the device of the module, whose values must not be read."""
+        found: torch.Tensor = self.parameters[0] if self.device is None else cuda.runtime.empty(self.device)
+        return found
 
     @classmethod
     def of(

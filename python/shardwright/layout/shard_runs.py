@@ -128,6 +128,8 @@ class Storage:
     def note_written(self, index: int) -> None:
         """Note that this rank has filled its pieces of a parameter, whose memory a disk may take."""
 
+    #: bytes of slices that a GPU has in pinned host memory
+    home_bytes = 0
     #: True if parameters lie on a disk
     is_in_file = False
 

@@ -74,6 +74,7 @@ class ExpertOptions(TypedDict, total=False):
     communicator: CommunicatorOf
     transport: Transport
     prefetch: int
+    device: str | torch.device | None
     gather: Gather | None
     write_guard: WriteGuard | None
     check_every: int | None

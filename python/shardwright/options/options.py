@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
+import torch
+
 from .checks import Check, among, check_units, count, number, offload_kinds, switch
 from .compress import Compressor, check_compressor
 from .keywords import CommunicatorOf, Gather, Partition, Reduce, SparseGradients, Transport, WriteGuard, Zero
@@ -52,6 +54,11 @@ def _check_groups(name: str, value: Any) -> None:
             raise ValueError(f"{name}: the mesh of {text_of_group(key)} must have one dimension, got {group.ndim}")
 
 
+def _check_device(name: str, value: Any) -> None:
+    if not isinstance(value, (str, torch.device)) or torch.device(value).type != "cuda":
+        raise ValueError(f"{name} must name a GPU, such as 'cuda' or 'cuda:0', got {value!r}")
+
+
 def _check_ignored(name: str, value: Any) -> None:
     if isinstance(value, (str, bytes)) or not isinstance(value, Collection):
         raise TypeError(f"{name} must be a collection of parameters or names, got {value!r}")
@@ -88,8 +95,9 @@ class Options:
         The place of the state and the masters of sw.optim's optimizers, with the same bits. "nvme:<folder>": an unnamed
         file per rank, which a step streams through three buffers of 16 MiB. "cpu": host memory, for parameters on a
         GPU; the step then runs on the host in batches, overlapped with copies. See docs/design/activations.md.
-        "parameters", at zero=3 with share_parameters=False on CPUs: the place of all slices, with the same bits. "nvme:<folder>":
-        one unnamed file per host, from which units are gathered; it needs sw.optim. "cpu" has no effect on CPUs.
+        "parameters", at zero=3: the place of all slices, with the same bits. "nvme:<folder>", on CPUs with share_parameters=False:
+        one unnamed file per host, from which units are gathered; it needs sw.optim. "cpu", on GPUs with "optimizer" and
+        sw.optim: pinned host memory, for averaged gradients too; no effect on CPUs.
     units : "auto", "size", float, type or collection of types
         At zero=3 without sharing: the cut into units. "auto": modules that sw.fully_shard marked, or else repeated
         blocks. "size": modules of at least 32 MiB; a number: of that many MiB. Types: modules of these types. Other
@@ -140,6 +148,9 @@ class Options:
         On GPUs. At zero=3: the units gathered ahead of the running one; each after the first takes the largest unit's
         memory. At zero=1 and 2, unless 0: gathers of parameters run on behind a step, and a unit's forward waits for
         its own (docs/design/gpu.md).
+    device : str or torch.device, optional
+        With offload={"parameters": "cpu", ...}: the GPU of this rank, for a module on the CPU or, with init= or weights=, the
+        meta device. The GPU never holds all of the module. Default: the device of the module.
     gather : {None, "int8"}
         At zero=3 with share_parameters=False: the form from which float32 parameters are gathered. "int8": records of
         32 elements, 8-bit integers and one float32 scale, which each rank encodes from its slices after every step. The
@@ -198,6 +209,7 @@ class Options:
     communicator: CommunicatorOf = _option("own", among(*get_args(CommunicatorOf)))
     transport: Transport = _option("auto", among(*get_args(Transport)))
     prefetch: int = _option(1, count(0, 1024, "a number of units in [0, 1024]"))
+    device: str | torch.device | None = _option(None, _check_device, zero=(3,), alike=False)
     gather: Gather | None = _option(None, among(None, *get_args(Gather)), zero=(3,))
     write_guard: WriteGuard | None = _option("auto", among(*get_args(WriteGuard), None), zero=(3,))
     check_every: int | None = _option(None, count(1, float("inf"), "None or a number of steps, at least 1"))
@@ -229,6 +241,11 @@ class Options:
             raise ValueError(
                 f"offload={self.offload!r} puts parameters into a file, which needs zero=3 and share_parameters=False, got zero={self.zero} "
                 f"and share_parameters={self.share_parameters!r}"
+            )
+        if self.device is not None and offload_kinds(self.offload)[0] != "cpu":
+            raise ValueError(
+                f"device={self.device!r} is for parameters that stay in host memory, offload={{'parameters': 'cpu', ...}}, got offload={self.offload!r}: "
+                "move the module to its GPU instead"
             )
         if self.write_guard == "samples" and self.share_parameters is False:
             raise ValueError(

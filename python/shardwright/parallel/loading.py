@@ -213,12 +213,10 @@ class _Targets:
         return name in self._named
 
     def check(self) -> None:
-        """Raise NotImplementedError for a module whose slices cannot be filled, Error if its values would not last."""
+        """Raise Error if the module's values would not last."""
         for each in self._replicas:
             if each.access.is_writing:
                 raise Error("load_pretrained: full_parameters(writable=True) would undo it as it ends: call it outside")
-            if each.link is not None and each.zero == 3:
-                raise NotImplementedError("load_pretrained: zero=3 on a GPU is not supported: load before wrapping")
 
     def match(self, stored: Mapping[str, Any], strict: bool, what: str) -> UnmatchedNames:
         """Return the names on one side only, without stored ones that a transformers model ignores. Raise Error if `strict`."""

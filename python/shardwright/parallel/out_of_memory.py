@@ -91,6 +91,8 @@ def _advice(replica: Replica, held: Memory | None, peak: int) -> str:
         state.append("share_parameters=False if ranks are on many hosts")
     if not replica.stores:
         state.append(f"offload='{'cpu' if on_gpu else 'nvme:<folder>'}' with sw.optim")
+    if replica.zero == 3 and replica.stores and on_gpu and not replica.parameters().home_bytes:
+        state.append("offload={'parameters': 'cpu', 'optimizer': 'cpu'}")
     if replica.zero == 3 and replica.releases_parameters and not on_gpu and not replica.parameters().is_in_file:
         state.append("offload={'parameters': 'nvme:<folder>'} with sw.optim")
     if held is not None and held.units > held.parameters:

@@ -190,6 +190,8 @@ class Replica:
     def _table_of(self, module: torch.nn.Module, ignored: frozenset[str], options: Options) -> ParameterTable:
         is_marked = mark_of(module) is not None  # by fully_shard, which gathers for inference too
         table = ParameterTable.of(module, ignored, group_ranks(self.group.torch_group), may_be_frozen=is_marked)
+        if options.device is not None and table.parameters[0].is_cpu:
+            table = dataclasses.replace(table, device=torch.device(options.device))
         is_cast = self.settings.get("precision") not in (None, "None")
         if self.zero or table.is_on_gpu or is_cast or options.sparse_gradients == "dense":
             return table

@@ -74,7 +74,7 @@ def begin_building(module: torch.nn.Module, options: Options, values: Values) ->
     label, made = type(module).__name__, list[Building]()
     # an initialisation of DTensors runs on whole ones, whose units no slices lie under
     whole = init is not None and weights is None and any(is_dtensor(p) and p.is_meta for p in module.parameters())
-    in_units = options.zero == 3 and options.share_parameters is False and not whole
+    in_units = options.zero == 3 and (options.share_parameters is False or options.device is not None) and not whole
 
     def make() -> bytes:
         if init not in (None, True) and not callable(init):

@@ -12,15 +12,15 @@ separate memory.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._engine import DeviceUnits, Reducer
-from ..backend.device_link import DeviceLink, device_link
+from ..backend.device_link import DeviceLink, Homes, device_link
 from ..layout.param_groups import UnitPlan, mark_of
-from ..layout.shard_runs import make_dense
+from ..layout.shard_runs import make_dense, memory_order
 from ..layout.views import dense_strides, dtype_name
 from ..torch_compat import cuda
 from ..torch_compat.engine_storage import engine_tensor
@@ -29,6 +29,7 @@ from .storage import ParameterMemory
 
 if TYPE_CHECKING:
     from ..backend.base import Backend, Request
+    from ..layout.param_table import ParameterTable
 
 
 def narrowed(request: Request, released: Collection[int]) -> dict[int, torch.dtype]:
@@ -60,12 +61,15 @@ def _turns(plans: Sequence[UnitPlan], prefetch: int) -> int:
 class DeviceUnitMemory(ReleasedParameters):
     """Parameters of a table on the GPU, sliced and released. Making it is collective; values are rank 0's.
 
-    Memory of a rank: its slices, the places, and never-released parameters.
+    Memory of a rank: its slices, the places, and never-released parameters. `at_home`: slices lie in pinned host memory
+    (csrc/zero/device_home.h).
     """
 
     _announce: Callable[[int], None] | None = None
 
-    def __init__(self, backend: Backend, row: DeviceLink, reducer: Reducer, request: Request) -> None:
+    def __init__(
+        self, backend: Backend, row: DeviceLink, reducer: Reducer, request: Request, *, at_home: bool = False
+    ) -> None:
         super().__init__(backend, reducer, request)
         table, link, plans = self._table, backend.link, request.plans or ()
         assert link is not None
@@ -73,25 +77,30 @@ class DeviceUnitMemory(ReleasedParameters):
             raise NotImplementedError(
                 f"parameter {table.names[min(self._extended)]!r} has an all-gather extension: these are gathered on CPU ranks only"
             )
-        filler = request.building if table.is_by_rows else None
-        if filler is None:
+        is_on_host = table.device is not None
+        filler = request.building if table.is_by_rows or is_on_host else None
+        if filler is None and is_on_host:
+            backend.group.broadcast(table.parameters, 0, f"parameters of {self._label}")
+        elif filler is None:
             link.broadcast(table.parameters, 0)
-        #: the parameters that are never released
-        self._kept = ParameterMemory(backend, reducer, request, shared=False, without=self._released)
-        self.flat = self._kept.flat
+        if not is_on_host:
+            self._keep_rest(request)
         for index in self._released:
             make_dense(table.parameters[index])
             if table.parameters[index].requires_grad:
                 self.adopt(index)
         self._timeout_s = request.options.timeout_s
-        like, depth = cuda.runtime.zeros(0, torch.uint8, table.parameters[0].data), request.options.prefetch
+        like, depth = cuda.runtime.zeros(0, torch.uint8, table.like.data), request.options.prefetch
+        homes = Homes(row, like) if at_home else None
         self._units = DeviceUnits(
             *(row.comm, reducer, link.current_stream),
             allocate=lambda nbytes: cuda.runtime.zeros(nbytes, torch.uint8, like),
             units=self._rows(plans, narrowed(request, self._released)),
             turns=_turns(plans, depth),
             near=max((plan.near for plan in plans), default=0),
+            home=homes,
         )
+        self.home_bytes = 0 if homes is None else homes.nbytes
         self._keep_near(plans)
         sizes, self._unit_bytes, self._slice_bytes = self._units.sizes()
         computed = dict(zip(self._forms, sizes))  # of a unit with a compute form: that one's
@@ -101,6 +110,9 @@ class DeviceUnitMemory(ReleasedParameters):
             self._write_slices()
         else:
             filler.fill(self, table, plans, backend.group.comm)
+        if is_on_host:
+            self._move_rest(table)
+            self._keep_rest(request)
         self._units.update()
         for form, number in enumerate(self._forms):
             for index in self._unit_members[number]:
@@ -109,12 +121,23 @@ class DeviceUnitMemory(ReleasedParameters):
                 (self._whole if form < len(plans) else self._computed_with)[index] = tensor
         self._make_schedule(self._units, plans, depth=depth)
 
+    def _move_rest(self, table: ParameterTable) -> None:
+        """Move what no unit releases from the host to the GPU."""
+        rest = [each for index, each in enumerate(table.parameters) if index not in self._released]
+        for tensor in (*rest, *table.buffers.values()):
+            tensor.data = cuda.runtime.moved(tensor.data, table.like)
+
+    def _keep_rest(self, request: Request) -> None:
+        #: the parameters that are never released
+        self._kept = ParameterMemory(self._backend, self._reducer, request, shared=False, without=self._released)
+        self.flat = self._kept.flat
+
     def _keep_near(self, plans: Sequence[UnitPlan]) -> None:
         """Let units stay with fewer ranks of a row between forward and backward. Collective."""
         rows, group = self._slicing.rows(), self._backend.group
         for near in sorted({plan.near for plan in plans if plan.near > 1}):
             parts = [row[at : at + near] for row in rows for at in range(0, len(row), near)]
-            link = device_link(group, self._table.parameters[0], self._timeout_s, parts)
+            link = device_link(group, self._table.like, self._timeout_s, parts)
             for form, number in enumerate(self._forms):
                 if plans[number].near == near:
                     self._units.keep_near(form, link.comm)
@@ -135,6 +158,38 @@ class DeviceUnitMemory(ReleasedParameters):
     def digest(self) -> int:
         """Return a digest of the units gathered so far, equal on all ranks."""
         return self._units.digest()
+
+    # values ---------------------------------------------------------------------------------------------------------
+
+    def write_slices(self, indices: Iterable[int]) -> None:
+        super().write_slices(index for index in indices if index in self._released)
+
+    def read_slices(self, indices: Iterable[int]) -> None:
+        """Copy these parameters from all ranks' slices to where they lie on the host, before they move. Collective."""
+        group = self._backend.group
+        for index in indices:
+            if index not in self._released:
+                continue
+            data = self._table.parameters[index].data
+            flat = memory_order(data, data)
+            low, high = self.own_run(index)
+            flat[low:high].copy_(self._slices[index])
+            for rank in range(group.world_size):
+                low, high = self.run(index, rank)
+                if low < high and self._slicing.first_owner(self._slicing.of_rank[rank]) == rank:
+                    group.broadcast([flat[low:high]], rank, f"slices of {self._table.names[index]}")
+
+    def pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
+        if index not in self._released:
+            return self._kept.pieces(index)
+        low, high = self.own_run(index)
+        return [(low, high, self._slices[index])]
+
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[None]:
+        self.schedule.release_all()
+        yield
+        self._gather_pinned_anew()
 
     # the interface of all memories for the optimizer and the replica
 
@@ -214,6 +269,10 @@ class DeviceUnitMemory(ReleasedParameters):
     def bytes_held(self) -> int:
         """Return the bytes of slices, and of parameters that are never released."""
         return self._kept.bytes_held + self._slice_bytes
+
+    def plan(self) -> dict[str, Any]:
+        home = {"parameters_home": "cpu: pinned host memory"} if self.home_bytes else {}
+        return {**super().plan(), **home}
 
     def give_back(self, together: bool = False) -> None:
         """Give the parameters back to this rank: whole if all ranks call this, else unchanged."""

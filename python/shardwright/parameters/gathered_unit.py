@@ -107,7 +107,7 @@ class Unit:
                 scalars = torch.frombuffer(self._bytes[dtype], dtype=dtype)
             else:
                 size = count * dtype.itemsize
-                scalars = torch.full((size,), 0xFF, dtype=torch.uint8, device=self.parameters[0].device).view(dtype)
+                scalars = torch.full((size,), 0xFF, dtype=torch.uint8, device=self._in_place[0].device).view(dtype)
             following[dtype] = iter(scalars.unbind())
         self.placeholders = [next(following[p.dtype]).expand(p.shape) for p in self.parameters]
         self.released_addresses = [each.data_ptr() for each in self.placeholders]

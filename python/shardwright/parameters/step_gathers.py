@@ -69,7 +69,7 @@ class StepGathers:
         bucket, begin, _ = self._reducer.place(index)
         _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
         if bucket not in self._memory:
-            self._memory[bucket] = cuda.runtime.zeros(numel, getattr(torch, dtype), self._table.parameters[0].data)
+            self._memory[bucket] = cuda.runtime.zeros(numel, getattr(torch, dtype), self._table.like.data)
         flat = self._memory[bucket]
         return alias(self._link, flat, flat.data_ptr() + begin * itemsize_of(dtype), dtype, like.shape, like)
 

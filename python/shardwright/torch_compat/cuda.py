@@ -50,6 +50,14 @@ class CudaRuntime:
         """Allocate memory for a bucket, on the GPU of `like`, with torch's allocator."""
         return torch.zeros(numel, dtype=dtype, device=like.device)
 
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Return a tensor without elements on a GPU."""
+        return torch.empty(0, dtype=torch.float32, device=device)
+
+    def moved(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor's values on the GPU of `like`."""
+        return tensor.to(like.device)
+
     def seen(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor over GPU memory that the engine owns and torch has just written."""
         return tensor

@@ -121,14 +121,14 @@ def initialize(
     init_distributed()
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     made = plan(config, world_size)
-    if torch.cuda.is_available():
-        model.to(torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))))
-    if made.offloads_parameters and any(p.is_cuda for p in model.parameters()):
-        raise NotImplementedError(
-            "zero_optimization.offload_param of a model on a GPU does not exist here: use offload_optimizer, or stage 3 with "
-            'more ranks and "shardwright": {"share_parameters": false}'
-        )
     options = dict(made.wrap)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if made.offloads_parameters:
+            places = {"parameters": "cpu", "optimizer": offload_place(options.get("offload"), "optimizer")}
+            options |= {"offload": places, "device": device}
+        else:
+            model.to(device)
     if made.shard_size:
         shape, names = (world_size // made.shard_size, made.shard_size), ("replicate", "shard")
         options["device_mesh"] = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)

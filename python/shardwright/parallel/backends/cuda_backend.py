@@ -41,7 +41,7 @@ class CudaBackend:
 
     def __init__(self, group: HostGroup, request: Request) -> None:
         self.group = group
-        self._like, self._timeout_s = request.table.parameters[0], request.options.timeout_s
+        self._like, self._timeout_s = request.table.like, request.options.timeout_s
         borrows = request.options.communicator == "borrow"
         self.link = device_link(group, self._like, self._timeout_s, borrows=borrows)
         #: link over the ranks that own all slices together
@@ -63,10 +63,19 @@ class CudaBackend:
             raise NotImplementedError(
                 "share_parameters=True, gather='int8' and write_guard= are the host's: at zero=3 on GPUs each rank keeps its slices as they are"
             )
-        if offload_kinds(options.offload)[0] is not None:
+        parameters, optimizer = offload_kinds(options.offload)
+        if parameters == "nvme":
             raise NotImplementedError(
-                f"offload={options.offload!r} moves parameters, which is for modules on the CPU: on a GPU use offload='cpu' or 'nvme:<folder>', "
-                "which moves the optimizer's state"
+                f"offload={options.offload!r} keeps parameters in a file, which is for modules on the CPU: on a GPU their place is None or 'cpu'"
+            )
+        if parameters == "cpu" and request.table.is_by_rows:
+            raise NotImplementedError(
+                f"offload={options.offload!r} with fully_shard on a GPU is not supported: its optimizers step on DTensors of the GPU; use sw.wrap"
+            )
+        if parameters == "cpu" and (request.zero != 3 or optimizer is None):
+            raise ValueError(
+                f"offload={options.offload!r} keeps parameters of a GPU in host memory, which needs zero=3 and a place of the optimizer's state, "
+                f"'cpu' or 'nvme:<folder>', got zero={request.zero} and {optimizer!r}"
             )
         if options.communicator == "borrow" and group.world_size > 1:
             _check_borrowing(module, group)
@@ -87,6 +96,7 @@ class CudaBackend:
             slicing=request.slicing,
             wire=wire_of(request.compress, request.table),
             mesh=self._mesh,
+            at_home=_is_at_home(request),
         )
 
     def store(self, reducer: Reducer, request: Request, *, shared: bool) -> tuple[StepGathers, StepGathers]:
@@ -98,7 +108,7 @@ class CudaBackend:
 
     def unshard_store(self, reducer: Reducer, request: Request) -> Storage:
         assert request.plans is not None
-        made = DeviceUnitMemory(self, self.row, reducer, request)
+        made = DeviceUnitMemory(self, self.row, reducer, request, at_home=_is_at_home(request))
         reducer.set_order(weakly(made.digest, 0))
         made.schedule.pass_over = reducer.pass_over
         return made
@@ -132,6 +142,11 @@ def _check_borrowing(module: torch.nn.Module, group: HostGroup) -> None:
                 f"communicator='borrow' with {type(part).__name__} {name!r}: it exchanges over torch's communicator of the same ranks "
                 "inside forward and backward, beside gradients: pass communicator='own', or give it a process_group of its own"
             )
+
+
+def _is_at_home(request: Request) -> bool:
+    """Return whether slices, of parameters and of means, lie in pinned host memory."""
+    return offload_kinds(request.options.offload)[0] == "cpu"
 
 
 def _reduces_by_rows(request: Request) -> bool:
