@@ -18,7 +18,7 @@ from .._engine import Error
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _RESIDENT = bytes(each & 1 for each in range(256))
-_C = ctypes.CDLL(None, use_errno=True)
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -60,7 +60,7 @@ def is_resident(address: int, nbytes: int) -> bool:
     """Return True if any page of private memory, of which `address` begins a page, exists."""
     pages = -(-nbytes // mmap.PAGESIZE)
     found = ctypes.create_string_buffer(pages)
-    failed = _C.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), found)
+    failed = _LIBC.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), found)
     return not failed and any(found.raw.translate(_RESIDENT))
 
 
