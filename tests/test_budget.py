@@ -10,8 +10,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = {
     "shardwright": 2_241,
     "shardwright/backend": 567,
-    "shardwright/checkpoint": 9_814,
-    "shardwright/comm": 2_605,
+    "shardwright/checkpoint": 9_840,
+    "shardwright/comm": 2_611,
     "shardwright/compress": 1_166,
     "shardwright/deepspeed": 9,
     "shardwright/formats": 1_881,
