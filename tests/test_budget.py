@@ -10,8 +10,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = {
     "shardwright": 2_244,
     "shardwright/backend": 582,
-    "shardwright/checkpoint": 9_916,
-    "shardwright/comm": 2_787,
+    "shardwright/checkpoint": 9_942,
+    "shardwright/comm": 2_793,
     "shardwright/compress": 1_166,
     "shardwright/deepspeed": 9,
     "shardwright/formats": 1_889,

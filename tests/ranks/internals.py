@@ -93,6 +93,7 @@ HOMES = {
     "os_error": "checkpoint.peers",
     "partial": "checkpoint.folder.partial",
     "process_group": "comm.process_group",
+    "regroup": "comm.regroup",
     "rendezvous": "comm.rendezvous",
     "resolve_group": "comm.process_group",
     "restoring": "checkpoint.memory.restoring",

@@ -314,10 +314,12 @@ class _Job:
 
     def _go_on(self) -> int:
         abort_all(f"rank {self._ranks.own} heard of a lost rank")
-        self._checkpointer._leave()
-        for each in self._engines:
-            each.leave()
-        self._ranks.meet()
+        try:
+            self._ranks.meet()  # first: it ends a stopped rank, whose commit of a save the others would await
+        finally:
+            self._checkpointer._leave()
+            for each in self._engines:
+                each.leave()
         if waiting.is_waiting():
             waiting.seat()
         self._ranks.make_group()

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import signal
 import socket
 import time
@@ -32,6 +33,8 @@ from .waits import Wait
 _LOOK_S = (0.001, 0.05)
 #: deadline of torch's Gloo while the ranks connect; then the group gets the deadline of the one before
 _CONNECT_S = 20.0
+#: a killed process ends within it, unless the kernel keeps one of its threads
+_END_S = 10.0
 
 
 class Finished(Exception):
@@ -318,11 +321,14 @@ def leave() -> None:
 
 
 def _kill(member: Member) -> None:
-    """Kill a process of this job that others have left behind, so that it can write nothing more."""
+    """Kill a process of this job that others have left behind, and await its end: then it holds no lock and writes nothing more."""
     with contextlib.suppress(OSError):
         fd = os.pidfd_open(member.pid)
         try:
             if is_running(member.pid, member.start):
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
+                ending = select.poll()
+                ending.register(fd, select.POLLIN)
+                ending.poll(1000 * _END_S)
         finally:
             os.close(fd)

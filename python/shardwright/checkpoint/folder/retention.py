@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ _LEFT_OVER = re.compile(r"step-\d{6,15}(\.replaced)?\.[0-9a-z]{1,64}\.(partial|t
 REPLACED = ".replaced"
 #: errors of a damaged manifest, or of another object in its place; any other error may be transient
 _NOT_A_MANIFEST = (None, errno.ELOOP, errno.ENOENT, errno.ENOTDIR, errno.ENXIO)
+#: seconds for which the threads of a killed process may hold its lock
+_ENDING_S = 10.0
 BOARD = ".board"  # never removed, like .lock, because a slower rank may still read the last verdict
 STEP_LIMIT = 10**15  # a folder's number has at most 15 digits
 #: file with the nonces that a rollback abandoned. After restore(step=2), training continues from step 2 while
@@ -218,6 +221,16 @@ def go_on_from(directory: str, chosen: Kept, elsewhere: Sequence[Kept] = ()) -> 
     CheckpointFolder.sync(directory)
 
 
+def _is_ending(holder: str) -> bool:
+    """Return True if the process of a lock was killed, and a thread of it, such as one in fsync, has not ended yet."""
+    _, pid, _, _, host = [*holder.split(" "), "", "", "", ""][:5]
+    if host != os.uname().nodename or not pid.isdigit():
+        return False
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[:1] == [b"Z"]
+    return False
+
+
 class DirectoryLock:
     """A lock that gives a directory one writer. It belongs to the open file, and the kernel releases it when the process ends."""
 
@@ -232,20 +245,27 @@ class DirectoryLock:
         _held.add(self)
 
     def _take(self, directory: str, path: str) -> None:
-        mine = f"process {os.getpid()} on host {os.uname().nodename}"
-        try:
-            is_taken = lock_file(self._fd, path)
-        except CheckpointError as error:
-            is_taken = error.errno in NO_LOCKS  # make_folder() has logged it
-            if not is_taken:
-                raise
-        if not is_taken:
+        mine, until = f"process {os.getpid()} on host {os.uname().nodename}", time.monotonic() + _ENDING_S
+        holder = ""
+        while not (is_taken := self._try(path)):
             holder = os.pread(self._fd, 200, 0).decode("utf-8", "replace").strip() or "another program"
+            if not _is_ending(holder) or time.monotonic() > until:
+                break
+            time.sleep(0.01)
+        if not is_taken:
             if holder == mine:
                 raise CheckpointError(f"another Checkpointer of this program writes to '{directory}': close it first")
             raise CheckpointError(f"{holder} writes to '{directory}': one directory has one writer")
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{mine}\n".encode(), 0)
+
+    def _try(self, path: str) -> bool:
+        try:
+            return lock_file(self._fd, path)
+        except CheckpointError as error:
+            if error.errno not in NO_LOCKS:  # make_folder() has logged it
+                raise
+            return True
 
     def release(self) -> None:
         """Release the lock. Idempotent."""

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -178,7 +179,10 @@ class LocalTier(MemoryTier):
 
     def is_durable(self, is_copying: bool) -> bool:
         """Return True once the last step is durable on all hosts; False if it is not, or no rank copies it any more. Collective."""
+        until = time.monotonic() + self._timeout_s
         while not self.off and self._last is not None:
+            if self._is_syncing and time.monotonic() > until:
+                self.wait(0)
             mine = [self._is_syncing, self._trouble(), is_copying]
             syncing, troubles, copying = zip(*self._peers.exchange(mine, "a step on the hosts' disks"))
             if any(troubles) or not all(copying):
@@ -189,9 +193,9 @@ class LocalTier(MemoryTier):
                 self._sync_thread.join(_ROUND_S)
         return False
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         if self._sync_thread is not None:
-            self._sync_thread.join(self._timeout_s)
+            self._sync_thread.join(self._timeout_s if timeout_s is None else timeout_s)
         if self._is_syncing:
             self._failure = f"'{self.folder}' has not made a step durable in {self._timeout_s:g} s"
 

@@ -1,0 +1,295 @@
+"""Law: after faults at random moments (a rank is killed or stopped, two at once, in a step, in a save, in a recovery) the ranks that
+are left end with the bits of a replay in one process with the same numbers of ranks, nothing hangs, every checkpoint is whole, and
+neither file descriptors, threads nor mappings grow. The next start, with ranks that a warm parent forks, goes on from there.
+
+SW_TEST_SEED repeats the faults of a run, which its failure names; SW_TEST_FAULTS is their number."""
+
+import ctypes
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+import zlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import LONG, RanksFailed
+from internals import DirectoryLock, regroup
+from oracle.fold import fold
+from peer import PEER, sw
+from test_a_lost_rank_is_survived_in_place import STAGES, digest, held
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+FAULTS = int(os.environ.get("SW_TEST_FAULTS", 1000 if LONG else 5))
+WORLD, STEPS, TO_DISK = 4, 12, 3
+#: seconds from a step's begin to a fault, which covers the step, its save and the next ones
+WITHIN_S = 0.06
+#: seconds from a fault to one that shall hit the recovery
+RECOVERY_S = 0.3
+SILENT_S, WAIT_S = 1.5, 3.0
+#: file descriptors, threads and mappings that a moment may have more: a save or a copy may be under way
+MORE = 2, 4, 12
+
+
+def built():
+    torch.manual_seed(5)
+    module = torch.nn.Sequential(
+        torch.nn.Linear(12, 40), torch.nn.GELU(), torch.nn.Linear(40, 40), torch.nn.Linear(40, 3)
+    )
+    return module, torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+
+def loss_of(model, step, rank):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return (model(torch.randn(6, 12, generator=generator)) - torch.randn(6, 3, generator=generator)).square().mean()
+
+
+def mappings():
+    with open("/proc/self/maps") as file:
+        return sum(1 for _ in file)
+
+
+def train(rank, world_size, folder, notes, stage, stop, silent_s):
+    """Train to `stop` in place, and note when which step begins. Return (first step, digests, what is held after each recovery)."""
+    module, optimizer = built()
+    model, optimizer = sw.wrap(module, optimizer, timeout_s=20, silent_s=silent_s, bucket_cap_mb=0.005, **STAGES[stage])
+    checkpoints = sw.Checkpointer(folder, model, optimizer, memory_every=1, keep_last=2)
+    noted = os.open(f"{notes}/{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
+    sizes, holds, first = [], [], None
+    for step in sw.steps(checkpoints, stop, wait_s=WAIT_S):
+        with step:
+            os.write(noted, b"%d %d %d\n" % (time.monotonic_ns(), step, dist.get_world_size()))
+            first = int(step) if first is None else first
+            loss_of(model, step, dist.get_rank()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoints.save(step, every=TO_DISK)
+            if sizes and dist.get_world_size() != sizes[-1]:
+                holds.append((*held()[:2], mappings()))
+            sizes.append(dist.get_world_size())
+    os.close(noted)
+    found = first, digest(model, optimizer), holds
+    checkpoints.close()
+    return found
+
+
+class Replay:
+    """The same training in one process: gradients are folded over the ranks that a step had."""
+
+    def __init__(self):
+        self.module, self.optimizer = built()
+
+    def step(self, step, size):
+        every = []
+        for rank in range(size):
+            self.optimizer.zero_grad()
+            loss_of(self.module, step, rank).backward()
+            every.append([each.grad.clone() for each in self.module.parameters()])
+        for parameter, grads in zip(self.module.parameters(), zip(*every)):
+            parameter.grad = fold(grads, "mean")
+        self.optimizer.step()
+
+    def digest(self):
+        state = self.optimizer.state_dict()["state"]
+        tensors = [
+            *self.module.state_dict().values(),
+            *(each[name] for each in state.values() for name in sorted(each)),
+        ]
+        return [zlib.crc32(torch.as_tensor(each).contiguous().numpy()) for each in tensors]
+
+
+def read_notes(notes):
+    """Return (time, step, number of ranks) of all ranks, in order of time."""
+    lines = []
+    for name in os.listdir(notes):
+        with open(f"{notes}/{name}") as file:
+            lines += [tuple(map(int, line.split())) for line in file.read().splitlines() if line.count(" ") == 2]
+    return sorted(lines)
+
+
+def drawn(chance, most):
+    """Return the faults of one start, (step, seconds, signal, ranks): some rank is left, and at most `most` are hit."""
+    alive, faults, step = [*range(WORLD)], [], 0
+    while len(alive) > 1 and most and (not faults or chance.random() < 0.8):
+        count = min(len(alive) - 1, most, 2 if chance.random() < 0.25 else 1)
+        ranks = chance.sample(alive, count)
+        alive, most = [each for each in alive if each not in ranks], most - count
+        kind = signal.SIGSTOP if chance.random() < 0.12 else signal.SIGKILL
+        if faults and chance.random() < 0.4:  # while the others recover
+            faults.append((None, chance.uniform(0, RECOVERY_S), kind, ranks))
+        else:
+            step = chance.randint(step, min(step + 4, STEPS - 1))
+            faults.append((step, chance.uniform(0, WITHIN_S), kind, ranks))
+    return faults
+
+
+def is_over(team, hit):
+    return all(team._connections[rank].poll(0) for rank in range(WORLD) if rank not in hit)
+
+
+def inject(team, notes, begin, faults):
+    """Signal ranks as their steps come. Return the ranks that were hit, by signal."""
+    hit = {}
+    for step, seconds, kind, ranks in faults:
+        deadline = time.monotonic() + 60
+        while step is not None and not any(found >= begin + step for _, found, _ in read_notes(notes)[-WORLD:]):
+            assert time.monotonic() < deadline, f"step {begin + step} does not come"
+            if is_over(team, hit):
+                break
+            time.sleep(0.002)
+        time.sleep(seconds)
+        for rank in ranks:
+            team.signal(rank, kind)
+            hit[rank] = kind
+    return hit
+
+
+def one_start(fresh_ranks, folder, begin, stage, faults, replay):
+    """Run STEPS steps under `faults`. Return the number of living ranks that were left out as too slow."""
+    is_stopping = any(kind == signal.SIGSTOP for _, _, kind, _ in faults)
+    arguments = {"stage": stage, "stop": begin + STEPS, "silent_s": SILENT_S if is_stopping else None}
+    with tempfile.TemporaryDirectory() as notes, fresh_ranks(WORLD) as team:
+        team.start(train, folder=folder, notes=notes, **arguments)
+        hit = inject(team, notes, begin, faults)
+        outcomes = team.wait(90, ignore=[rank for rank in hit if hit[rank] == signal.SIGSTOP], patient=True)
+        rest = [each for each in outcomes if each.rank not in hit]
+        ended = [each for each in outcomes if each.ok]
+        left_out = [each for each in rest if is_stopping and (each.ended or "too late to go on" in (each.error or ""))]
+        if not ended or len(ended) < len(rest) - len(left_out):
+            raise RanksFailed(outcomes)
+        sizes = {step: size for _, step, size in read_notes(notes)}
+    assert sorted(sizes) == [*range(begin, begin + STEPS)]
+    for step in sorted(sizes):
+        replay.step(step, sizes[step])
+    expected = replay.digest()
+    for outcome in ended:
+        first, found, holds = outcome.value
+        assert first == begin and found == expected, f"rank {outcome.rank} began at {first}, {sizes}"
+        for of_one, more in zip(zip(*holds), MORE):
+            assert max(of_one) <= of_one[0] + more, f"rank {outcome.rank} holds more and more: {holds}"
+    return len(left_out)
+
+
+def look_at(folder, step):
+    """Each checkpoint is whole, the newest is that of `step`, and one start's folder of attempts is there."""
+    from shardwright_tools.cli import main
+
+    names = sorted(name for name in os.listdir(folder) if name.startswith("step-") and "." not in name)
+    assert names and names[-1] == f"step-{step:06d}", names
+    for name in names:
+        assert main(["ckpt", "verify", f"{folder}/{name}"]) == 0
+    assert len([name for name in os.listdir(folder) if "attempts" in name]) <= 1
+
+
+@pytest.fixture
+def one_thread():
+    """As ranks have: products are rounded by it."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(usual)
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.usefixtures("one_thread")
+def test_ranks_go_on_after_faults_at_random_moments(fresh_ranks, capsys):
+    seed = int(os.environ.get("SW_TEST_SEED", time.time()))
+    chance, replay = random.Random(seed), Replay()
+    began, done, starts, left_out = time.monotonic(), 0, 0, 0
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        while done < FAULTS:
+            stage, faults = chance.choice([*STAGES]), drawn(chance, FAULTS - done)
+            try:
+                left_out += one_start(fresh_ranks, folder, starts * STEPS, stage, faults, replay)
+                look_at(folder, (starts + 1) * STEPS)
+            except BaseException as error:
+                raise AssertionError(f"SW_TEST_SEED={seed}, start {starts}, zero={stage}, {faults}") from error
+            done, starts = done + sum(len(ranks) for *_, ranks in faults), starts + 1
+            if LONG and starts % 10 == 0:
+                with capsys.disabled():
+                    seconds = time.monotonic() - began
+                    print(
+                        f"\n{done} faults in {starts} starts and {seconds:.0f} s, {left_out} left out",
+                        end="",
+                        flush=True,
+                    )
+
+
+def in_a_child(body):
+    """Fork a child that runs body(say) and never returns; return its number once it has said so."""
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            body(lambda: os.write(writes, b"."))
+        finally:
+            os._exit(1)
+    os.close(writes)
+    assert os.read(reads, 1) == b"."
+    os.close(reads)
+    return pid
+
+
+def fields_of(pid):
+    """Return the fields of a process's state, from its letter on."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()
+
+
+def test_the_lock_of_a_killed_process_is_awaited(tmp_path):
+    """Its first thread has ended, so that it is a zombie, while another one holds its files, as in fsync."""
+
+    def body(say):
+        lock = DirectoryLock(str(tmp_path))
+        threading.Thread(target=lambda: (time.sleep(0.5), os._exit(0))).start()
+        say()
+        ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)  # exit(2), of this thread alone
+        del lock
+
+    pid = in_a_child(body)
+    while fields_of(pid)[0] != "Z":
+        time.sleep(0.001)
+    DirectoryLock(str(tmp_path)).release()
+    os.waitpid(pid, 0)
+
+
+def test_a_rank_that_is_left_out_has_ended_before_the_others_go_on():
+    def body(say):
+        memory = bytearray(1 << 28)  # which takes a while to free
+        say()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        del memory
+
+    pid = in_a_child(body)
+    regroup._end(regroup.Member(pid, int(fields_of(pid)[19]), "", ""))
+    assert os.waitpid(pid, os.WNOHANG)[0] == pid
+
+
+def lose_one(rank, world_size, folder):
+    """Rank 2 dies; the others note what they do first."""
+    order = []
+    for kind, name in ((regroup.Regroup, "meet"), (sw.Checkpointer, "_leave")):
+        usual = getattr(kind, name)
+        setattr(kind, name, lambda self, usual=usual, name=name: (order.append(name), usual(self))[1])
+    module, optimizer = built()
+    model, optimizer = sw.wrap(module, optimizer, timeout_s=20)
+    checkpoints = sw.Checkpointer(folder, model, optimizer)
+    for step in sw.steps(checkpoints, 3):
+        with step:
+            if rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss_of(model, step, dist.get_rank()).backward()
+            optimizer.step()
+            checkpoints.save(step, every=3)
+    return order
+
+
+def test_a_stopped_rank_is_ended_before_its_save_is_awaited(fresh_ranks):
+    """It may have stopped in the commit, which the others would await for minutes."""
+    with tempfile.TemporaryDirectory() as folder, fresh_ranks(3) as team:
+        team.start(lose_one, folder=folder)
+        outcomes = team.wait(60, patient=True)
+        assert [each.value for each in outcomes[:2]] == [["meet", "_leave"]] * 2, [each.trace for each in outcomes]
