@@ -30,12 +30,12 @@ class Pool:
 
     def __init__(self, comm: Any, nbytes: int) -> None:
         self._comm = comm
-        self._arena = comm.arena(nbytes, f"bench {nbytes}")
-        self.nbytes, self.address = nbytes, self._arena.address
-        self.tensor = from_dlpack(self._arena.tensor(0, "float32", [nbytes // 4]))
+        self.arena = comm.arena(nbytes, f"bench {nbytes}")
+        self.nbytes, self.address = nbytes, self.arena.address
+        self.tensor = from_dlpack(self.arena.tensor(0, "float32", [nbytes // 4]))
 
     def all_reduce(self) -> None:
-        self._comm.all_reduce(self.address, self.nbytes // 4, "float32", "sum", "bench", self._arena)
+        self._comm.all_reduce(self.address, self.nbytes // 4, "float32", "sum", "bench", self.arena)
 
 
 def verify(tensor: torch.Tensor, all_reduce: Callable[[], None], rank: int, world_size: int) -> None:
