@@ -116,6 +116,19 @@ def test_a_rank_comes_back_so_often_and_no_more(tmp_path):
     assert codes_of(parents) == [0, 0] and len((tmp_path / "slot-1").read_text().splitlines()) == 2
 
 
+ENDS = """
+import os, pathlib
+pathlib.Path(os.environ["SHARDWRIGHT_SLOT"]).write_text("ended")
+"""
+
+
+def test_a_rank_that_fails_after_its_steps_fails_the_job(tmp_path):
+    fails = ENTERS + ENDS + "raise SystemExit(3)"
+    parents = start([spare(tmp_path, "pass") + fails, ENTERS + ENDS], 0, "--spares", "1")
+    assert "rank 0 ended with code 3; this process waits" in parents[0].stderr.readline()
+    assert codes_of(parents) == [3, 0]
+
+
 def test_spares_that_wait_end_with_the_last_rank(tmp_path):
     parents = start([spare(tmp_path, "pass") + "raise SystemExit(3)"] * 2, 0, "--spares", "2")
     assert codes_of(parents) == [3, 3] and not folders(tmp_path)

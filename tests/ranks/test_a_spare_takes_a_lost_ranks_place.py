@@ -24,16 +24,17 @@ def take_part(rank, world_size, folder):
     open(f"{folder}/up-{rank}", "w").close()
     await_(lambda: all(os.path.exists(f"{folder}/up-{each}") for each in range(world_size)))  # none is still connecting
     leave()
-    os.environ[spares.START] = f"{folder}/start"
+    os.environ |= {spares.START: f"{folder}/start", spares.SLOT: f"{folder}/slot-{rank}"}
     is_spare = rank >= RANKS
     store = dist.HashStore() if is_spare else dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=0 if is_spare else rank, world_size=1 if is_spare else RANKS)
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     if is_spare:
-        os.environ[spares.SPARE] = f"{folder}/spare-{rank}"
+        os.environ[spares.SPARE] = os.environ[spares.SLOT]
     return is_spare
 
 
-def await_(condition, limit_s=30):
+def await_(condition, limit_s=50):
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline
@@ -51,7 +52,22 @@ def announced(folder):
     return sum(len(os.listdir(each)) for each in attempts(folder, "spares"))
 
 
-def spared(rank, world_size, folder, stage, faults, comes=None, stop=STOP, memory_every=1, **options):
+class Position:
+    """A dataloader that says where it is."""
+
+    def __init__(self):
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def spared(
+    rank, world_size, folder, stage, faults, comes=None, stop=STOP, memory_every=1, every=100, has_data=False, **options
+):
     """Train with spares. `faults`: step -> (number, place of death). `comes`: the step at which the ranks wait for a spare, or "loss"."""
     is_spare = take_part(rank, world_size, folder)
     if is_spare and comes is not None:
@@ -60,13 +76,16 @@ def spared(rank, world_size, folder, stage, faults, comes=None, stop=STOP, memor
     if is_spare:
         with sw.full_parameters(model, writable=True), torch.no_grad():
             next(iter(model.parameters())).zero_()
-    checkpoints = sw.Checkpointer(folder, model, optimizer, memory_every=memory_every)
+    torch.manual_seed(1 + dist.get_rank())
+    data = Position() if has_data else None
+    checkpoints = sw.Checkpointer(folder, model, optimizer, memory_every=memory_every, dataloader=data)
     assert checkpoints.restore() == 0
     seen = []
     try:
         for step in sw.steps(checkpoints, stop, **options):
             with step:
                 seen.append((int(step), dist.get_rank(), dist.get_world_size()))
+                assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == tuple(map(str, seen[-1][1:]))
                 if step == 0:
                     await_(lambda: announced(folder) == world_size - RANKS or comes is not None)
                 if step == comes:
@@ -77,11 +96,15 @@ def spared(rank, world_size, folder, stage, faults, comes=None, stop=STOP, memor
                 train_step(model, optimizer, vocabulary, step, place)
                 if place == "save":
                     die()
-                checkpoints.save(step, every=100)
+                checkpoints.save(step, every=every)
     except SystemExit as end:
         return f"left with {end.code}", seen
     except sw.Error as error:
         return f"{type(error).__name__}: {error}", seen
+    with open(f"{folder}/drawn", "a") as file:
+        print(torch.rand(1).item(), file=file)
+    with open(os.environ[spares.SLOT]) as file:
+        assert file.read() == "ended", "`shardwright rank` starts it again no more"
     found = digest(model, optimizer)
     checkpoints.close()
     return found, seen
@@ -133,6 +156,8 @@ def test_a_spare_that_comes_later_joins_between_two_steps(fresh_ranks, grown, st
         assert sizes[0] == sizes[1] == [(0, 3), (1, 3), (2, 3), (2, 2), (3, 2), (4, 2), (5, 2), (6, 3), (7, 3)]
         assert sizes[2] == [(6, 3), (7, 3)]
         assert [found for found, _ in outcomes] == [grown] * RANKS
+        with open(f"{folder}/drawn") as file:
+            assert len(set(file)) == RANKS, "the new rank draws random numbers of its own"
 
 
 def spared_with_a_save_that_fails(rank, world_size, folder, **options):
@@ -166,6 +191,18 @@ def test_without_steps_in_memory_a_spare_gets_the_live_state_at_zero_0(fresh_ran
         team.start(spared, folder=folder, stage=0, faults={3: (1, "forward")}, memory_every=None)
         for found, seen in outcomes_of(team, dead=(1,)):
             assert found == undisturbed and [step for step, *_ in seen][-5:] == [3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(("stage", "has_data"), [(2, False), (0, True)])
+def test_a_spare_joins_at_a_save_if_no_step_is_kept(fresh_ranks, stage, has_data):
+    options = {"stage": stage, "has_data": has_data, "memory_every": None, "every": 4, "comes": 5, "stop": 9}
+    with tempfile.TemporaryDirectory() as folder, fresh_ranks(RANKS + 1) as team:
+        team.start(spared, folder=folder, faults={4: (1, "forward")}, **options)
+        *found, last = outcomes_of(team, dead=(1,))
+        late = [(4, 2), (5, 2), (6, 2), (7, 2), (8, 3)]
+        for _, seen in found:
+            assert [(step, size) for step, _, size in seen][5:] == late, "no step is repeated for a spare"
+        assert [step for step, *_ in last[1]] == [8] and last[0] == found[0][0]
 
 
 def spared_twice(rank, world_size, folder, word, **options):

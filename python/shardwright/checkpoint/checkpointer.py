@@ -231,6 +231,7 @@ class Checkpointer:
         self._memory: MemoryTier | None = None
         self._local: LocalTier | None = None
         self._memory_every = memory_every
+        self._newest = -1  # the step that was last copied into memory, or whose save last began
         if is_waiting():  # a spare opens nothing until it has a rank's place: see _come_back()
             self._closed = True
             return
@@ -392,6 +393,7 @@ class Checkpointer:
         local = self._local if self._local is not None and self._local.is_due(step + 1, False) else None
         self._writer.begin(target, step + 1, self._training, lazy=self._lazy, metric=metric, local=local)
         self._interval.restart()
+        self._newest = step + 1
         return True
 
     def _keep(self, step: int, memory: MemoryTier) -> None:
@@ -403,6 +405,7 @@ class Checkpointer:
         if memory.is_due(step, ready is not None, rows):
             self._check.compare(memory.answers, self._peers.exchange)
             self._writer.keep(step, self._training, memory, ready if memory.are_ready else None)
+            self._newest = self._newest if memory.off else step
 
     def _agree_on_first(self, every: int, every_s: float | None, refusal: ValueError | None) -> None:
         """Check that the first call's interval is equal on all ranks; else some wait for ranks that do not save."""

@@ -20,6 +20,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -34,6 +35,7 @@ from ..torch_compat.internals import group_timeout
 from .checkpointer import Checkpointer, failures_logged
 from .joined import averaging, engines_of, members_of, sharded_of
 from .live import NEW, Live
+from .state.content import seed_anew
 
 __all__ = ["Step", "steps", "survive"]
 
@@ -115,12 +117,12 @@ def steps(
     try:
         number = job.restore()
         while number < stop or (number := job.finish(stop)) < stop:
+            job.live.begin(number)
             if job.grows(number):
                 number = job.recover()
                 continue
             step = Step(number)
             step._job = job
-            job.live.begin(number)
             yield step
             if not step.is_entered:
                 raise Error("sw.steps: put the body of the loop inside `with step:`")
@@ -251,8 +253,13 @@ class _Job:
         return is_lost
 
     def grows(self, number: int) -> bool:
-        """Return True, on all ranks before the same step, if a spare takes a free place now. A save under way is over then."""
-        if not self._ranks.grows(number):
+        """Return True, on all ranks before the same step, if a spare takes a free place now. A save under way is over then.
+
+        That step is live, or was kept or saved last: else the spare waits for a save, since all would go back.
+        """
+        if not self._ranks.grows(number) or not (
+            (self.live.is_possible and not self._keeps()) or self._checkpointer._newest == number
+        ):
             return False
         with failures_logged():  # a rank that died meanwhile is left out by recover()
             self._checkpointer._wait()
@@ -263,9 +270,14 @@ class _Job:
         if waiting.is_waiting():
             self.live.number = NEW
             try:
-                return self.recover()
+                number = self.recover()
             except Finished:
                 raise SystemExit(0) from None
+            if torch.equal(torch.get_rng_state(), self._seeded):
+                _logger.warning(
+                    "rank %d is new in step %d and draws random numbers from a new seed", self._ranks.own, number
+                )
+            return number
         number, memory = self._checkpointer.restore(), self._checkpointer._memory
         # at zero=0 all are whole, and an image without the optimizer's state would be too small for the next step
         if not number and memory is not None and all(each.options.zero for each in self._engines):
@@ -275,6 +287,12 @@ class _Job:
 
     def finish(self, ended: int) -> int:
         """Return `ended` once all ranks have ended their last step; else, as a rank was lost, the number of the next step."""
+        number = self._finish(ended)
+        if number == ended:
+            waiting.end_loop()
+        return number
+
+    def _finish(self, ended: int) -> int:
         try:
             self._checkpointer._peers.exchange("", "the end of the last step")
         except Exception as error:
@@ -323,6 +341,9 @@ class _Job:
                 each.leave()
         if waiting.is_waiting():
             waiting.seat()
+            # stays where the step has no generators for this seat: else they were those of rank 0, which this process has been
+            seed_anew(f"attempt {self._ranks.attempt} rank {self._ranks.own}")
+            self._seeded = torch.get_rng_state()
         self._ranks.make_group()
         for each in self._engines:
             each.replicas  # noqa: B018, makes them
@@ -333,9 +354,7 @@ class _Job:
         checkpointer = self._checkpointer
         checkpointer._come_back()
         checkpointer._observers.append(self.live)
-        # of a new rank, generators and positions in data are those of its seat only in a step that its predecessor has kept
-        keeps = checkpointer._memory_every == 1 or checkpointer._training.dataloader is not None
-        newest = self.live.take(checkpointer._peers, serves_new=not keeps)
+        newest = self.live.take(checkpointer._peers, serves_new=not self._keeps())
         if newest is not None:
             checkpointer._go_on_from_live()
             return newest
@@ -343,6 +362,10 @@ class _Job:
         if not number and (memory is None or not memory.has_step):
             raise Error("no step is whole in memory or on disk, so the ranks that are left cannot go on")
         return number
+
+    def _keeps(self) -> bool:
+        """Return True if a new rank needs a kept step, for the generators and the position in data of its seat."""
+        return self._checkpointer._memory_every == 1 or self._checkpointer._training.dataloader is not None
 
     def close(self) -> None:
         """Stop to watch the steps. The folder of attempts stays until the next start: a rank may still hear of a loss."""

@@ -301,6 +301,8 @@ class Regroup:
             raise comm_error(f"joining in place: torch's group cannot be made: {error}") from error
         default_store().set_timeout(self._timeout)
         set_group_timeout(dist.group.WORLD, self._timeout)
+        own = {"RANK": self.own, "LOCAL_RANK": self.own, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}  # of one host
+        os.environ |= {name: str(value) for name, value in own.items() if name in os.environ}
 
     def _await(self, board: Board, words: Sequence[str]) -> None:
         """Return once each member has said its word. RuntimeError if one has died, or stays away for wait_s."""

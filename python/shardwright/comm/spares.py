@@ -18,8 +18,8 @@ from .._engine import Error
 from .._version import __version__
 from .regroup import Board, Member
 
-#: variables: the folder of this start of the ranks; in a spare, the file that says if it waits or has a rank's place
-START, SPARE = "SHARDWRIGHT_START", "SHARDWRIGHT_SPARE"
+#: variables: the folder of this start of the ranks; this process's file, which says what it does; in a spare that waits, the same
+START, SLOT, SPARE = "SHARDWRIGHT_START", "SHARDWRIGHT_SLOT", "SHARDWRIGHT_SPARE"
 _LOOK_S = 0.02
 #: loops of sw.steps and sw.survive that this process has begun: all ranks of a program begin the same ones
 _begun = 0
@@ -42,9 +42,18 @@ def is_waiting() -> bool:
 
 def seat() -> None:
     """Say that this spare has a rank's place from now on."""
-    path = os.environ.pop(SPARE)
+    _note(os.environ.pop(SPARE), "runs")
+
+
+def end_loop() -> None:
+    """Say that this rank has ended its loop: a failure from now on is not a lost rank's."""
+    if SLOT in os.environ:
+        _note(os.environ[SLOT], "ended")
+
+
+def _note(path: str, state: str) -> None:
     with open(f"{path}.new", "w", encoding="ascii") as file:
-        file.write("runs")
+        file.write(state)
     os.replace(f"{path}.new", path)
 
 
@@ -53,6 +62,8 @@ def begin_loop() -> Job | None:
     global _begun
     _begun += 1
     if not is_waiting():
+        if SLOT in os.environ:
+            _note(os.environ[SLOT], "runs")
         return None
     loops = _loops()
     while not (said := loops.said()) or max(map(int, said)) < _begun:

@@ -4,7 +4,7 @@ torchrun --no-python --nproc-per-node 8 shardwright rank --spares 1 -- python tr
 
 torchrun ends all ranks when one fails. This process stands between them: when its rank dies in sw.steps or sw.survive, it starts the
 command again as a spare, which waits there for the place of a lost rank. It ends when no rank is left: with 0 if one has finished,
-else as its own did. A spare runs as rank 0 of 1 until it has a place.
+else as its own did. A spare runs as rank 0 of 1 until it has a place. A rank that fails after sw.steps fails the job.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .report import Nothing, guarded
 DESCRIPTION = __doc__
 _LOOK_S = 0.1
 _PR_SET_PDEATHSIG = 1
-_WAITS, _RUNS, _LEFT = "waits", "runs", "left"
+_WAITS, _RUNS, _ENDED, _LEFT = "waits", "runs", "ended", "left"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +79,10 @@ def _folder() -> Path:
 
 
 def _outlive(slots: list[_Slot], folder: Path, count: int) -> int:
-    """Run processes until all are over, or no rank of any runs. Return 0 if one of these succeeded; else the first code."""
+    """Run processes until all are over, or no rank of any runs. Return 0 if one of these succeeded; else the first code.
+
+    The code of one that failed after its loop of sw.steps comes before both.
+    """
     for each in slots:
         each.start(is_spare=each.number >= each.size)
     asked: list[int] = []
@@ -97,10 +100,10 @@ def _outlive(slots: list[_Slot], folder: Path, count: int) -> int:
         is_over = bool(asked) or not _some_run(folder, count)
         for each in slots if is_over else ():
             each.end_waiting()
-    code = slots[0].code
+    code = next((each.code for each in slots if each.has_failed), slots[0].code)
     while code and not asked and _some_run(folder, count):
         time.sleep(_LOOK_S)
-    if asked:
+    if asked or any(each.has_failed for each in slots):
         return code
     return 0 if any(_read(folder / f"slot-{each}") == "0" for each in range(count)) else code
 
@@ -111,6 +114,7 @@ class _Slot:
     def __init__(self, words: list[str], folder: Path, number: int, size: int, restarts: int) -> None:
         self._words, self._folder, self.number, self.size = words, folder, number, size
         self._restarts, self._is_over, self.code = restarts, False, 0
+        self.has_failed = False  # after its loop of sw.steps
         self._path = folder / f"slot-{number}"
 
     def start(self, *, is_spare: bool) -> None:
@@ -123,7 +127,7 @@ class _Slot:
                 os._exit(1)
 
         _write(self._path, _WAITS if is_spare else _RUNS)
-        environment = {**os.environ, "SHARDWRIGHT_START": str(self._folder)}
+        environment = {**os.environ, "SHARDWRIGHT_START": str(self._folder), "SHARDWRIGHT_SLOT": str(self._path)}
         if is_spare:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = str(free.getsockname()[1])
@@ -143,11 +147,12 @@ class _Slot:
         if self._is_over or code is None:
             return self._is_over
         code = 128 - code if code < 0 else code
-        was_rank = _read(self._path) == _RUNS
+        state = _read(self._path)
+        was_rank = state in (_RUNS, _ENDED)
         if was_rank:
-            self.code = code
+            self.code, self.has_failed = code, code != 0 and state == _ENDED
         is_in_steps = (self._folder / "loops").is_dir() and any((self._folder / "loops").iterdir())
-        if code and was_rank and not is_over and is_in_steps and self._restarts:
+        if code and state == _RUNS and not is_over and is_in_steps and self._restarts:
             self._restarts -= 1
             _say(f"rank {self.number} ended with code {code}, and is started again as a spare")
             self.start(is_spare=True)
@@ -166,7 +171,7 @@ def _say(sentence: str) -> None:
 
 def _some_run(folder: Path, count: int) -> bool:
     """Return True while a rank runs, or has not been started yet."""
-    return any(_read(folder / f"slot-{number}") in ("", _RUNS) for number in range(count))
+    return any(_read(folder / f"slot-{number}") in ("", _RUNS, _ENDED) for number in range(count))
 
 
 def _read(path: Path) -> str:

@@ -339,6 +339,15 @@ def set_random_state(states: Mapping[str, Any]) -> None:
             torch.cuda.set_rng_state(state, device)
 
 
+def seed_anew(mark: str) -> None:
+    """Seed the random generators from the digest of torch's seed and `mark`, so that equal programs draw different numbers."""
+    seed = int.from_bytes(hashlib.sha256(f"{torch.initial_seed()} {mark}".encode()).digest()[:8], "little") >> 1
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+
+
 def try_random_state(states: Mapping[str, Any]) -> None:
     """Raise an error if set_random_state() would. Sets the states in temporary generators, except those of CUDA."""
     random.Random().setstate(states["python"])
