@@ -19,7 +19,7 @@ import pytest
 import torch
 from checkpoint_subjects import Small, build
 from harness import LONG, gather, join_from_own_namespaces, on_every_rank
-from internals import Image, partial, process_group
+from internals import Image, local, partial, process_group
 from peer import PEER, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 from test_checkpoint_survives_kill_at_any_moment import fill, kill_at_random, training, values_of
@@ -111,6 +111,39 @@ def test_a_lost_host_costs_what_was_not_copied(fresh_ranks):
         assert go(2, hosts=[0, 1], steps=0)[0] == 2
 
 
+def beside_memory(rank, world_size, folder, begin, saves, every=1, is_cut=False, **options):
+    """Restore and save some steps, each `every` of them also outside of memory. `is_cut`: no image on a disk is ever finished."""
+    pair = training()
+    options = {"local": f"{folder}/local", "bandwidth_bytes_per_s": SLOW, **options}
+    checkpoints = sw.Checkpointer(f"{folder}/shared", *pair, **options)
+    left_open.append(checkpoints)
+    assert checkpoints.restore() == begin
+    with mock.patch.object(local.LocalTier, "_finish") if is_cut else contextlib.nullcontext():
+        for step in range(begin, begin + saves):
+            fill(*pair, step + 1)
+            checkpoints.save(step, every=every)
+            if not is_cut:
+                checkpoints.wait()
+    gather(None)
+    return checkpoints._local._complete
+
+
+@pytest.mark.timeout(120)
+def test_a_restore_from_memory_leaves_the_step_on_the_disk(fresh_ranks):
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder:
+        memory = {"memory_every": 1}
+        found = []
+        for arguments in (
+            {"begin": 0, "saves": 3, "every": 2, **memory},
+            {"begin": 3, "saves": 1, "every": 2, "is_cut": True, **memory},
+            {"begin": 2, "saves": 0},
+        ):
+            with fresh_ranks(3) as team:
+                found.append(team.run(beside_memory, folder=folder, **arguments))
+                killed(team)
+        assert found[1:] == [[(0, 2)] * 3] * 2
+
+
 def save_for_ever(rank, world_size, folder):
     torch.manual_seed(rank)
     model, optimizer = training()
@@ -146,12 +179,12 @@ def test_after_a_kill_at_any_moment_the_newest_step_of_both_places_is_taken(worl
             highest, copied = noted(folder, world_size), shared(folder)
             copied = copied[-1] if copied else 0
             assert highest - 2 <= copied <= highest + 1, (seed, highest, copied)
-            local = {"local": f"{folder}/local"} if turn % 3 != 1 else {}  # or without the hosts' disks
+            disk = {"local": f"{folder}/local"} if turn % 3 != 1 else {}  # or without the hosts' disks
             with fresh_ranks(world_size) as team:
-                answers = team.run(restore_and_look, folder=folder, local=local)
+                answers = team.run(restore_and_look, folder=folder, local=disk)
                 killed(team)
             (step,) = {step for step, _ in answers}
-            least, most = (highest, highest + 1) if local else (copied, copied)
+            least, most = (highest, highest + 1) if disk else (copied, copied)
             assert least <= step <= most, (seed, highest, copied, answers)
             assert all(found == [float(step)] for _, found in answers), (seed, answers)
             highest = max(highest, step)

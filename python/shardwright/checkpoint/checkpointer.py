@@ -530,7 +530,7 @@ class Checkpointer:
         self._settle("restores", checks=False)
         step, name_map = self._peers.agree(check, "restore()")
         listed = self._place.list(is_preference=step is None)
-        kept = [each for tier in self._tiers for each in tier.candidates()]
+        kept = whole = [each for tier in self._tiers for each in tier.candidates()]
         if step is not None:
             chosen = [path for found, path in listed if found == step]
             kept = [each for each in kept if each.step == step]
@@ -550,14 +550,17 @@ class Checkpointer:
                     refusals.append(str(error))
                     if self._peers.rank == 0:
                         logger.warning("restore() passes over a checkpoint: %s", error)
-                    if not isinstance(place, Candidate):
+                    if isinstance(place, Candidate):
+                        whole = [each for each in whole if each is not place]
+                    else:
                         self._place.reject(path)
                     continue
                 self._fill_stages(restored, path, name_map)
                 apply_together(restored, self._peers)
-            if isinstance(place, Candidate):
-                place.tier.took(place)
             found = int(restored.folder.step)
+            for each in [*(each for each in whole if each.step <= found), place]:  # the last one of a tier stays
+                if isinstance(each, Candidate):
+                    each.tier.took(each)
             if step is not None or self._has_lost_after(found):
                 self._go_on_from(Kept(found, path, nonce=restored.folder.nonce))
             self._warm()
