@@ -6,6 +6,7 @@ Hosts are simulated: ranks of this machine are told which host they are on, and 
 
 import contextlib
 import ctypes
+import errno
 import functools
 import itertools
 import os
@@ -328,3 +329,35 @@ def test_a_damaged_image_is_passed_over(rank, world_size):
         gather(None)
         fill(*pair, 99)
         assert checkpoints.restore() == 2 and values_of(*pair) == {2.0}, "the shared directory has it"
+
+
+@on_every_rank(at_least=3)
+def test_an_image_that_cannot_be_read_hides_no_other(rank, world_size):
+    folder = shared_folder(rank)
+    pair = training()
+    with sw.Checkpointer(f"{folder}/shared", *pair, local=f"{folder}/local") as checkpoints:
+        for step in range(2):
+            fill(*pair, step + 1)
+            checkpoints.save(step)
+    with sw.Checkpointer(f"{folder}/shared", *pair, local=f"{folder}/local") as checkpoints:
+        if rank == 0:
+            images = checkpoints._local._client
+            os.truncate(os.path.join(images.path, images._files()["own-1"]), 0)
+            for step in (1, 2):
+                shutil.rmtree(f"{folder}/shared/step-{step:06}")
+            os.mkdir(f"{folder}/shared/step-000002.0.partial")  # its copy was cut off
+        gather(None)
+        assert checkpoints.restore() == 1 and values_of(*pair) == {1.0}
+        assert not os.path.exists(f"{folder}/shared/.branch"), "step 2 may be there at the next start"
+
+
+def test_an_image_has_its_bytes_before_its_name(tmp_path):
+    images, seen = local.ImageFolder(str(tmp_path)), []
+
+    def full(fd, nbytes):
+        seen.append(images.ask("list")[0]["names"])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with mock.patch.object(os, "ftruncate", full), pytest.raises(sw.CheckpointError, match="No space left"):
+        images.ask("make", "own-0", nbytes=1 << 20, meta={"data": 0, "tables": 1})
+    assert seen == [[]] and os.listdir(tmp_path) == []

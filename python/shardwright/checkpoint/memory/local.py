@@ -82,12 +82,16 @@ class ImageFolder:
         return {each.partition(".")[0]: each for each in files}
 
     def _make(self, file: str, nbytes: int) -> int:
-        fd = os.open(os.path.join(self.path, file), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        path = os.path.join(self.path, file)
+        fd = os.open(f"{path}.new", os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.ftruncate(fd, nbytes)
+            os.rename(f"{path}.new", path)  # an image that has a name has its bytes
             CheckpointFolder.sync(self.path)
         except BaseException:
             os.close(fd)
+            with contextlib.suppress(OSError):
+                os.unlink(f"{path}.new")
             raise
         return fd
 
@@ -220,7 +224,11 @@ class LocalTier(MemoryTier):
         self._lost.add(step)
 
     def lost_after(self, step: int, torn: Sequence[int]) -> int | None:
-        """Return the newest step after `step` that was saved here, or whose copy in `torn` was cut off; None without one."""
+        """Return the newest step after `step` that was saved here, or whose copy in `torn` was cut off.
+
+        None without one, and while an image cannot be read: what is in it may not be lost."""
+        if not self._has_seen_all:
+            return None
         lost = [each for each in {*self._lost, *torn} if each > step]
         if lost and self._peers.rank == 0:
             _logger.warning(

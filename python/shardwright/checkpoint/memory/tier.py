@@ -56,6 +56,7 @@ class MemoryTier:
         self._directory, self._branch = directory, 0  # number of rollbacks so far
         self._files_of = functools.lru_cache(maxsize=2)(_files_of)
         self._has_warned = self.are_ready = False
+        self._has_seen_all = True  # images of all hosts, in the last candidates()
         self.answers: list[Any] = []
         self.skipped = self.kept_bytes = self.fetched_bytes = 0
         self._saver = CheckpointSaver(peers.rank, peers.world_size, threads=threads)
@@ -310,13 +311,9 @@ class MemoryTier:
         if self.off:
             return []
         self.wait()
-        mine: list[Any] = []
-        if self._is_first:
-            try:
-                mine = self._look()
-            except (CheckpointError, OSError) as error:
-                _logger.warning("steps in memory cannot be read: %s", error)
-        images_of, noted = zip(*self._peers.exchange([mine, self._rollbacks()], "steps in memory"))
+        mine = [*(self._look() if self._is_first else ([], True)), self._rollbacks()]
+        images_of, have_seen, noted = zip(*self._peers.exchange(mine, "steps in memory"))
+        self._has_seen_all = all(have_seen)
         found: dict[Any, dict[int, dict[str, list[int]]]] = {}
         for rank, images in enumerate(images_of):
             for name, key, ranks in images:
@@ -336,15 +333,25 @@ class MemoryTier:
     def _pass_over(self, step: int) -> None:
         """Hear of a step that the hosts do not have whole."""
 
-    def _look(self) -> list[tuple[str, list[Any], list[int]]]:
-        """Return (image, [step, nonce, world size, data, branch], ranks) of this host's valid tables."""
+    def _look(self) -> tuple[list[tuple[str, list[Any], list[int]]], bool]:
+        """Return (image, [step, nonce, world size, data, branch], ranks) of this host's valid tables, and if each image was read."""
         found: dict[Any, list[int]] = {}
-        for name in self._guardian.ask("list")[0]["names"]:
-            with contextlib.closing(Image.open(self._guardian, name)) as image:
-                for table in image.each_table():
-                    key = tuple(table.head[each] for each in ("step", "nonce", "world_size", "data", "branch"))
-                    found.setdefault((name, key), []).append(table.head["rank"])
-        return [(name, [*key], ranks) for (name, key), ranks in found.items()]
+        errors: list[Exception] = []
+        with self._collected(errors):
+            for name in self._guardian.ask("list")[0]["names"]:
+                with self._collected(errors), contextlib.closing(Image.open(self._guardian, name)) as image:
+                    for table in image.each_table():
+                        key = tuple(table.head[each] for each in ("step", "nonce", "world_size", "data", "branch"))
+                        found.setdefault((name, key), []).append(table.head["rank"])
+        return [(name, [*key], ranks) for (name, key), ranks in found.items()], not errors
+
+    @contextlib.contextmanager
+    def _collected(self, errors: list[Exception]) -> Iterator[None]:
+        try:
+            yield
+        except (CheckpointError, OSError) as error:
+            errors.append(error)
+            _logger.warning("steps %s cannot be read: %s", self.where, error)
 
     def assemble(self, chosen: Candidate, opened: contextlib.ExitStack) -> Source:
         """Open an image of a candidate on each host, until `opened` ends. An error is equal on all ranks. Collective."""
