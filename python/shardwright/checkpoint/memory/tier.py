@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..._engine import CheckpointError, CheckpointPlan, CheckpointSaver
+from ..._engine import CheckpointError, CheckpointFolder, CheckpointPlan, CheckpointSaver
 from ..folder.retention import branch_of
 from ..peers import Peers
 from .buddies import Buddies
@@ -433,20 +433,30 @@ def _files_of(plan: CheckpointPlan) -> list[tuple[str, int, int]]:
 
 
 def job_of(directory: str) -> str:
-    """Return the name of the directory's guardians. Made at first use, and again for a copy of another directory."""
+    """Return the name of what hosts hold of the directory's steps. Durable. Made at first use, and again for a copy of another one."""
     path = os.path.join(directory, JOB)
-    # f_fsid distinguishes directories on all hosts; st_dev of a network file system differs between hosts
-    place = [os.statvfs(directory).f_fsid, os.stat(directory).st_ino]
-    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError), open(path, encoding="ascii") as file:
-        answers = json.load(file)
-        found = str(answers["job"])
-        if len(bytes.fromhex(found)) == _JOB_BYTES and answers["place"] == place:
-            return found
+    folder = os.stat(directory).st_ino
+    try:
+        with open(path, encoding="ascii") as file:
+            answers = json.load(file)
+            found, place = str(answers["job"]), answers["place"]
+            if len(bytes.fromhex(found)) != _JOB_BYTES:
+                raise ValueError(f"it has the job {found!r}")
+            # inodes tell copies apart; a device's number, which f_fsid may have, is another one after a reboot
+            if place == [folder, os.fstat(file.fileno()).st_ino]:
+                return found
+    except FileNotFoundError:
+        pass
+    except (ValueError, KeyError, TypeError) as error:
+        _logger.warning("'%s' is damaged (%s): steps that hosts hold under its name are not found any more", path, error)
     made = secrets.token_hex(_JOB_BYTES)
     fd = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(fd, "w", encoding="ascii") as file:
-        json.dump({"job": made, "place": place}, file)
+        json.dump({"job": made, "place": [folder, os.fstat(fd).st_ino]}, file)
+        file.flush()
+        os.fsync(fd)
     os.replace(f"{path}.new", path)
+    CheckpointFolder.sync(directory)
     return made
 
 
