@@ -361,3 +361,16 @@ def test_an_image_has_its_bytes_before_its_name(tmp_path):
     with mock.patch.object(os, "ftruncate", full), pytest.raises(sw.CheckpointError, match="No space left"):
         images.ask("make", "own-0", nbytes=1 << 20, meta={"data": 0, "tables": 1})
     assert seen == [[]] and os.listdir(tmp_path) == []
+
+
+@on_every_rank(at_least=3)
+def test_a_refusal_of_one_rank_is_heard_by_all(rank, world_size):
+    folder, pair = shared_folder(rank), training()
+    with sw.Checkpointer(f"{folder}/shared", *pair, local=f"{folder}/local", timeout_s=20) as checkpoints:
+        with pytest.raises((ValueError, sw.CheckpointError), match="metric must be finite, got nan"):
+            checkpoints.save(0, metric=float("nan") if rank == 1 else 1.0)
+        broken = mock.patch.object(checkpoints._place, "target", side_effect=sw.CheckpointError("no place"))
+        with broken if rank == 0 else contextlib.nullcontext(), pytest.raises(sw.CheckpointError, match="no place"):
+            checkpoints.save(0)
+        checkpoints.save(0)
+        assert checkpoints.restore() == 1
