@@ -374,3 +374,23 @@ def test_a_refusal_of_one_rank_is_heard_by_all(rank, world_size):
             checkpoints.save(0)
         checkpoints.save(0)
         assert checkpoints.restore() == 1
+
+
+@on_every_rank(at_least=3)
+def test_a_step_that_no_thread_syncs_is_not_there(rank, world_size):
+    folder, pair = shared_folder(rank), training()
+    with said_by("shardwright") as said:
+        with sw.Checkpointer(f"{folder}/shared", *pair, local=f"{folder}/local", timeout_s=20) as checkpoints:
+            fill(*pair, 1)
+            checkpoints.save(0)
+            checkpoints.wait()
+            fill(*pair, 2)
+            refused = mock.patch.object(local.threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+            with refused if rank == 1 else contextlib.nullcontext():
+                checkpoints.save(1)
+            fill(*pair, 3)
+            checkpoints.save(2)
+            assert "can't start new thread" in checkpoints._local.off
+    assert [each for each in said if "alone" in each] == [each for each in said if "alone" in each][: rank == 0]
+    with sw.Checkpointer(f"{folder}/shared", *pair) as checkpoints:
+        assert checkpoints.restore() == 3 and values_of(*pair) == {3.0}

@@ -165,8 +165,9 @@ class LocalTier(MemoryTier):
     # saving -----------------------------------------------------------------------------------------------------------
 
     def _finish(self, image: Image, table: Table) -> None:
-        self._sync_thread = threading.Thread(target=self._sync, args=(image, table), name="sw-local", daemon=True)
-        self._sync_thread.start()
+        thread = threading.Thread(target=self._sync, args=(image, table), name="sw-local", daemon=True)
+        thread.start()
+        self._sync_thread = thread
 
     def _sync(self, image: Image, table: Table) -> None:
         """Make what this rank wrote durable, then its table."""
@@ -174,7 +175,7 @@ class LocalTier(MemoryTier):
             os.fsync(image.fd)
             image.write(self._index, table)
             os.fsync(image.fd)
-        except (OSError, ValueError, CheckpointError) as error:
+        except Exception as error:
             self._failure = f"a step cannot be written to '{self.folder}': {in_words(error)}"
 
     @property

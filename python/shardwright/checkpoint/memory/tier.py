@@ -222,7 +222,7 @@ class MemoryTier:
         self._last = slot, step
         try:
             self._write(image, step, nonce, content)
-        except (CheckpointError, MemoryError, OSError, ValueError) as error:
+        except Exception as error:
             self._failure = f"a step cannot be copied: {error}"
             return None
         if self._buddies is not None:
