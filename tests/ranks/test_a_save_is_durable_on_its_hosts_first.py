@@ -394,3 +394,10 @@ def test_a_step_that_no_thread_syncs_is_not_there(rank, world_size):
     assert [each for each in said if "alone" in each] == [each for each in said if "alone" in each][: rank == 0]
     with sw.Checkpointer(f"{folder}/shared", *pair) as checkpoints:
         assert checkpoints.restore() == 3 and values_of(*pair) == {3.0}
+
+
+def test_a_local_folder_is_made_durably(tmp_path):
+    with mock.patch.object(local.CheckpointFolder, "make", side_effect=local.CheckpointFolder.make) as make:
+        path = f"{tmp_path}/new/local"
+        assert local.checked_folder(path, f"{tmp_path}/shared") == path and os.path.isdir(path)
+    make.assert_called_once_with(path)

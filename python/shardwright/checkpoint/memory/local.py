@@ -36,10 +36,10 @@ def checked_folder(local: str | os.PathLike[str], directory: str) -> str:
             f"local must be a folder outside of the directory '{directory}', which saves go to, got '{found}'"
         )
     try:
-        os.makedirs(found, exist_ok=True)
+        CheckpointFolder.make(found)
         if not os.access(found, os.W_OK | os.X_OK):
             raise PermissionError("it cannot be written to")
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         raise ValueError(f"local must be a folder of this host, got '{found}': {in_words(error)}") from None
     return found
 
