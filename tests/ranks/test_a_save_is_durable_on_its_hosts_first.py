@@ -401,3 +401,23 @@ def test_a_local_folder_is_made_durably(tmp_path):
         path = f"{tmp_path}/new/local"
         assert local.checked_folder(path, f"{tmp_path}/shared") == path and os.path.isdir(path)
     make.assert_called_once_with(path)
+
+
+@on_every_rank(at_least=3)
+def test_what_a_host_has_alone_is_abandoned_without_it(rank, world_size):
+    folder, pair, away, here = shared_folder(rank), training(), "away", "here"
+
+    def opened(at):
+        return sw.Checkpointer(f"{folder}/shared", *pair, local=f"{folder}/{at}")
+
+    with opened(away) as checkpoints:
+        for step in range(2):
+            fill(*pair, step + 1)
+            checkpoints.save(step)
+    if rank == 0:
+        shutil.rmtree(f"{folder}/shared/step-000002")  # as if the directory had been full
+    gather(None)
+    for at, words in ((here, ["step 2 is lost: "]), (here, []), (away, [])):
+        with said_by("shardwright") as said, opened(at) as checkpoints:
+            assert checkpoints.restore() == 1 and values_of(*pair) == {1.0}
+        assert [each[: len("step 2 is lost: ")] for each in said if "is lost" in each] == words * (rank == 0)

@@ -561,7 +561,7 @@ class Checkpointer:
             for each in [*(each for each in whole if each.step <= found), place]:  # the last one of a tier stays
                 if isinstance(each, Candidate):
                     each.tier.took(each)
-            if step is not None or self._has_lost_after(found):
+            if step is not None or self._has_lost_after(found, listed):
                 self._go_on_from(Kept(found, path, nonce=restored.folder.nonce))
             self._warm()
             return found
@@ -571,13 +571,14 @@ class Checkpointer:
                 if step is None
                 else f"the checkpoint of step {step} cannot be read: {refusals[0]}"
             )
-        if self._has_lost_after(0):
+        if self._has_lost_after(0, listed):
             self._go_on_from(Kept(0, self.directory))
         return 0
 
-    def _has_lost_after(self, step: int) -> bool:
+    def _has_lost_after(self, step: int, listed: list[tuple[int, str]]) -> bool:
         """Return True if a later step was durable on the hosts' disks and is not whole there; log it. Collective."""
-        return self._local is not None and self._local.lost_after(step, self._place.torn()) is not None
+        tier, steps = self._local, [each for each, _ in listed]
+        return tier is not None and tier.lost_after(step, steps, self._place.torn()) is not None
 
     def _go_on_from(self, chosen: Kept) -> None:
         """Abandon what is later than `chosen`, also on hosts that are away now. Collective."""

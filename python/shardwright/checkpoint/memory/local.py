@@ -24,6 +24,9 @@ from .tier import MemoryTier, job_of
 
 _logger = logging.getLogger("shardwright")
 _SUFFIX = ".image"
+#: file of the checkpoint directory: its job, and the newest step that came to the hosts' disks. Of a host that was replaced
+#: nothing else tells that it has a step which the directory could not take
+NEWEST = "local.step"
 _ROUND_S = 0.5
 
 
@@ -117,16 +120,43 @@ class LocalTier(MemoryTier):
         self._has_warned = True  # of room for a restore, which `_left` of that time decides
 
         def describe() -> list[Any]:
-            return [job_of(directory), self._rollbacks()] if self._peers.rank == 0 else []
+            if self._peers.rank != 0:
+                return []
+            self._job = job_of(directory)
+            self._note(self._noted())
+            CheckpointFolder.sync(directory)
+            return [self._job, self._rollbacks()]
 
-        job, rollbacks = on_hosts(self._peers, describe, "images on disk")[0]
+        self._job, rollbacks = on_hosts(self._peers, describe, "images on disk")[0]
         self._branch = len(rollbacks)
         host = self._peers.simulated_host
-        path = os.path.join(self.folder, job if host is None else f"{job}-{host}")
+        path = os.path.join(self.folder, self._job if host is None else f"{self._job}-{host}")
         self._client = ImageFolder(path)  # type: ignore[assignment]
         self._first_then_others(lambda: make_folder(path) if self._is_first else None, "folders of images")
         if self._peers.has_hosts:
             self._look_for_hosts(path, run)
+
+    def _noted(self) -> int:
+        """Return the newest step that came to the hosts' disks, on rank 0; 0 without one."""
+        with contextlib.suppress(FileNotFoundError, ValueError), open(os.path.join(self._directory, NEWEST), "rb") as file:
+            job, step = file.read(1 << 10).decode("ascii").split()
+            return int(step) if job == self._job else 0
+        return 0
+
+    def _note(self, step: int) -> None:
+        """Make `step` durable as the newest one. It is written in place, so a full directory takes it, too."""
+        fd = os.open(os.path.join(self._directory, NEWEST), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with open(fd, "wb", buffering=0) as file:
+            file.write(b"%s %15d\n" % (self._job.encode(), step))
+            os.fsync(fd)
+
+    def _note_later(self, step: int) -> None:
+        """Note it on rank 0. If the directory fails, the step stays durable on the hosts' disks."""
+        try:
+            if self._peers.rank == 0:
+                self._note(step)
+        except OSError as error:
+            _logger.warning("'%s' cannot note step %d: %s", self._directory, step, in_words(error))
 
     def _look_for_hosts(self, path: str, run: str) -> None:
         """Raise CheckpointError on all ranks if hosts see one another's folders. Collective."""
@@ -175,6 +205,7 @@ class LocalTier(MemoryTier):
             os.fsync(image.fd)
             image.write(self._index, table)
             os.fsync(image.fd)
+            self._note_later(table.head["step"])
         except Exception as error:
             self._failure = f"a step cannot be written to '{self.folder}': {in_words(error)}"
 
@@ -224,13 +255,15 @@ class LocalTier(MemoryTier):
     def _pass_over(self, step: int) -> None:
         self._lost.add(step)
 
-    def lost_after(self, step: int, torn: Sequence[int]) -> int | None:
-        """Return the newest step after `step` that was saved here, or whose copy in `torn` was cut off.
+    def lost_after(self, step: int, listed: Sequence[int], torn: Sequence[int]) -> int | None:
+        """Return the newest step after `step` that was saved here and is not `listed`, or whose copy in `torn` was cut off.
 
-        None without one, and while an image cannot be read: what is in it may not be lost."""
+        None without one, and while an image cannot be read: what is in it may not be lost. Collective."""
         if not self._has_seen_all:
             return None
-        lost = [each for each in {*self._lost, *torn} if each > step]
+        is_first = self._peers.rank == 0
+        noted = self._peers.exchange(self._noted() if is_first else 0, "the newest step on the hosts' disks")[0]
+        lost = [each for each in {*self._lost, *torn, *({noted} - {*listed})} if each > step]
         if lost and self._peers.rank == 0:
             _logger.warning(
                 "step %d is lost: its save ended before '%s' had it, and the hosts that are here do not have it whole in '%s'; "
@@ -242,6 +275,7 @@ class LocalTier(MemoryTier):
     def forget_after(self, step: int) -> None:
         super().forget_after(step)
         self._lost.clear()
+        self._note_later(step)
 
     def progress(self) -> dict[str, int]:
         return {"local_step": 0 if self._last is None else self._last[1], "local_bytes": self.kept_bytes}
