@@ -339,9 +339,15 @@ def test_an_image_that_cannot_be_read_hides_no_other(rank, world_size):
         for step in range(2):
             fill(*pair, step + 1)
             checkpoints.save(step)
+    if rank == 0:
+        (at,) = os.listdir(f"{folder}/local")
+        for name in ("whole.1048576.0.image", ".host-0-1", "own-0.1048576.3.image.new"):  # by a start that was killed
+            open(f"{folder}/local/{at}/{name}", "w").close()
+    gather(None)
     with sw.Checkpointer(f"{folder}/shared", *pair, local=f"{folder}/local") as checkpoints:
         if rank == 0:
             images = checkpoints._local._client
+            assert sorted(each.partition(".")[0] for each in os.listdir(images.path)) == ["own-0", "own-1"]
             os.truncate(os.path.join(images.path, images._files()["own-1"]), 0)
             for step in (1, 2):
                 shutil.rmtree(f"{folder}/shared/step-{step:06}")

@@ -20,10 +20,11 @@ from ..peers import Peers, in_words
 from .budget import SLOTS, Need, in_gib
 from .image import Image, Table
 from .ranges import in_blocks, on_hosts
+from .restoring import WHOLE
 from .tier import MemoryTier, job_of
 
 _logger = logging.getLogger("shardwright")
-_SUFFIX = ".image"
+_SUFFIX, _HOST_MARK = ".image", ".host-"
 #: file of the checkpoint directory: its job, and the newest step that came to the hosts' disks. Of a host that was replaced
 #: nothing else tells that it has a step which the directory could not take
 NEWEST = "local.step"
@@ -98,6 +99,12 @@ class ImageFolder:
             raise
         return fd
 
+    def remove_left_overs(self) -> None:
+        """Remove what a killed start has left here beside its steps."""
+        for each in os.listdir(self.path):
+            if each.startswith((f"{WHOLE}.", _HOST_MARK)) or each.endswith(f"{_SUFFIX}.new"):
+                os.unlink(os.path.join(self.path, each))
+
     def close(self, *, goodbye: bool) -> None:
         """Do nothing: images on a disk stay."""
 
@@ -132,7 +139,13 @@ class LocalTier(MemoryTier):
         host = self._peers.simulated_host
         path = os.path.join(self.folder, self._job if host is None else f"{self._job}-{host}")
         self._client = ImageFolder(path)  # type: ignore[assignment]
-        self._first_then_others(lambda: make_folder(path) if self._is_first else None, "folders of images")
+
+        def make() -> None:
+            if self._is_first:
+                make_folder(path)
+                self._client.remove_left_overs()  # type: ignore[union-attr]
+
+        self._first_then_others(make, "folders of images")
         if self._peers.has_hosts:
             self._look_for_hosts(path, run)
 
@@ -160,7 +173,7 @@ class LocalTier(MemoryTier):
 
     def _look_for_hosts(self, path: str, run: str) -> None:
         """Raise CheckpointError on all ranks if hosts see one another's folders. Collective."""
-        mark = f".host-{run}-"
+        mark = f"{_HOST_MARK}{run}-"
         mine = os.path.join(path, f"{mark}{self._host}")
 
         def look() -> None:
