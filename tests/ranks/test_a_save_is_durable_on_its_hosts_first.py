@@ -391,7 +391,9 @@ def test_a_step_that_no_thread_syncs_is_not_there(rank, world_size):
             checkpoints.save(0)
             checkpoints.wait()
             fill(*pair, 2)
-            refused = mock.patch.object(local.threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+            refused = mock.patch.object(
+                local.threading.Thread, "start", side_effect=RuntimeError("can't start new thread")
+            )
             with refused if rank == 1 else contextlib.nullcontext():
                 checkpoints.save(1)
             fill(*pair, 3)

@@ -151,14 +151,19 @@ class LocalTier(MemoryTier):
 
     def _noted(self) -> int:
         """Return the newest step that came to the hosts' disks, on rank 0; 0 without one."""
-        with contextlib.suppress(FileNotFoundError, ValueError), open(os.path.join(self._directory, NEWEST), "rb") as file:
+        with (
+            contextlib.suppress(FileNotFoundError, ValueError),
+            open(os.path.join(self._directory, NEWEST), "rb") as file,
+        ):
             job, step = file.read(1 << 10).decode("ascii").split()
             return int(step) if job == self._job else 0
         return 0
 
     def _note(self, step: int) -> None:
         """Make `step` durable as the newest one. It is written in place, so a full directory takes it, too."""
-        fd = os.open(os.path.join(self._directory, NEWEST), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = os.open(
+            os.path.join(self._directory, NEWEST), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
         with open(fd, "wb", buffering=0) as file:
             file.write(b"%s %15d\n" % (self._job.encode(), step))
             os.fsync(fd)

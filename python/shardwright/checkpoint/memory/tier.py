@@ -448,7 +448,9 @@ def job_of(directory: str) -> str:
     except FileNotFoundError:
         pass
     except (ValueError, KeyError, TypeError) as error:
-        _logger.warning("'%s' is damaged (%s): steps that hosts hold under its name are not found any more", path, error)
+        _logger.warning(
+            "'%s' is damaged (%s): steps that hosts hold under its name are not found any more", path, error
+        )
     made = secrets.token_hex(_JOB_BYTES)
     fd = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(fd, "w", encoding="ascii") as file:
