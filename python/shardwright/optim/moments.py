@@ -39,6 +39,16 @@ def is_records(key: Any, value: Any) -> bool:
     return key in FORMS and is_bytes and value.dim() == 2 and value.shape[1] == RECORD
 
 
+def check_fits(state: Mapping[Any, Any], numel: int, name: str) -> None:
+    """Raise ValueError for records in `state` that are not those of so many elements, of parameter `name`."""
+    for key, value in state.items():
+        if is_records(key, value) and value.shape[0] != blocks(numel):
+            raise ValueError(
+                f"optimizer state: {key!r} of {name} must have shape {(blocks(numel), RECORD)}, the records of {numel} elements, "
+                f"not {tuple(value.shape)}"
+            )
+
+
 def zeros(p: torch.Tensor) -> torch.Tensor:
     """Return what torch.zeros_like() takes for the records of a parameter, or its local part."""
     numel = (held_tensor(p) if is_dtensor(p) else p).numel()
