@@ -576,6 +576,22 @@ def test_blocks_of_int8_in_other_memory_orders_are_saved_decoded() -> None:
     )
 
 
+def test_conversions_of_int8_ignore_the_default_device_and_are_cut_into_chunks() -> None:
+    values = torch.randn(1001, generator=torch.Generator().manual_seed(1)).square()
+    records = moments.encoded(values, "exp_avg_sq")
+    (p,) = parameters(shapes=[(1001,)])
+    wide, narrow = sw.optim.AdamW([p]), sw.optim.AdamW([p], state_dtype="int8")
+    set_gradients(0, [p])
+    wide.step()
+    with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
+        patch.setattr(moments, "_CHUNK", 3)
+        narrow.load_state_dict(wide.state_dict())
+        again = moments.encoded(values, "exp_avg_sq"), moments.decoded(records, "exp_avg_sq", 1001)
+        assert moments.encoded(values[:0], "exp_avg").shape == (0, 33)
+    assert narrow.state[p]["exp_avg"].is_cpu and moments.decoded(records[:0], "exp_avg", 0).shape == (0,)
+    assert torch.equal(again[0], records) and torch.equal(again[1], moments.decoded(records, "exp_avg_sq", 1001))
+
+
 def test_options_of_small_moments_that_do_not_fit_are_refused() -> None:
     (p,) = parameters(shapes=[(4,)])
     with pytest.raises(

@@ -577,7 +577,9 @@ class ShardedOptimizer(Forwarding):
     def _load_whole(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict["param_groups"]
         names = [name for group in groups for name in group["params"]]
-        pairs = [(e, state_dict["state"][name]) for name, e in zip(names, self._members()) if name in state_dict["state"]]
+        pairs = [
+            (e, state_dict["state"][name]) for name, e in zip(names, self._members()) if name in state_dict["state"]
+        ]
         wholes = [entry.member if is_dtensor(entry.member) else entry.like for entry, _ in pairs]
         for (entry, state), whole in zip(pairs, wholes):
             moments.check_fits(state, whole.numel(), entry.name)
