@@ -141,7 +141,12 @@ def portable(state: Mapping[Any, Any], p: torch.Tensor) -> Mapping[Any, Any]:
 
 def readable(state: Mapping[Any, Any], p: torch.Tensor) -> Mapping[Any, Any]:
     """Invert portable(): decode records, of row-major order, unless `p` is plain and row-major; a DTensor gets its part."""
-    if (p.is_contiguous() and not is_dtensor(p)) or not any(itertools.starmap(is_records, state.items())):
+    return state if p.is_contiguous() and not is_dtensor(p) else wide(state, p)
+
+
+def wide(state: Mapping[Any, Any], p: torch.Tensor) -> Mapping[Any, Any]:
+    """Return a whole parameter's state with its records, of row-major order, decoded; a DTensor gets its part."""
+    if not any(itertools.starmap(is_records, state.items())):
         return state
     return {key: placed(value, key, p) if is_records(key, value) else value for key, value in state.items()}
 
