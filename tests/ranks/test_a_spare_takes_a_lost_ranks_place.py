@@ -135,6 +135,25 @@ def test_a_spare_that_comes_later_joins_between_two_steps(fresh_ranks, grown, st
         assert [found for found, _ in outcomes] == [grown] * RANKS
 
 
+def spared_with_a_save_that_fails(rank, world_size, folder, **options):
+    """As spared(), with a save that has failed when the spare joins."""
+    as_usual = sw.Checkpointer._wait
+
+    def fails(self):
+        if os.path.exists(f"{folder}/comes") and dist.get_world_size() == RANKS - 1:
+            raise sw.CheckpointError("planned")
+        as_usual(self)
+
+    with mock.patch.object(sw.Checkpointer, "_wait", fails):
+        return spared(rank, world_size, folder, **options)
+
+
+def test_a_spare_joins_after_a_save_that_failed(fresh_ranks, grown):
+    with tempfile.TemporaryDirectory() as folder, fresh_ranks(RANKS + 1) as team:
+        team.start(spared_with_a_save_that_fails, folder=folder, stage=2, faults={2: (1, "forward")}, comes=4)
+        assert [found for found, _ in outcomes_of(team, dead=(1,))] == [grown] * RANKS
+
+
 def test_the_others_wait_for_a_spare_that_they_are_promised(fresh_ranks, undisturbed):
     with tempfile.TemporaryDirectory() as folder, fresh_ranks(RANKS + 1) as team:
         team.start(spared, folder=folder, stage=1, faults={3: (1, "step")}, comes="loss", spares=1)

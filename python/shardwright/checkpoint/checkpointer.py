@@ -657,7 +657,7 @@ class Checkpointer:
         """End without communication, since ranks were lost: a save that they took part in fails; steps in memory stay."""
         if self._closed:  # by an attempt before, or a spare's
             return
-        with _failures_logged():
+        with failures_logged():
             self._close(functools.partial(self._writer.wait_alone, lambda: True))
 
     def _come_back(self) -> None:
@@ -684,7 +684,7 @@ class Checkpointer:
             self.close()
             return
         # the block's own error propagates, and other ranks may not exit the block: wait without communication
-        with _failures_logged(), self._call.of("close()", waits=True):
+        with failures_logged(), self._call.of("close()", waits=True):
             self._close(functools.partial(self._writer.wait_alone, lambda: self._stop.is_asked))
 
     def describe(self) -> dict[str, Any]:
@@ -730,7 +730,7 @@ def _register_exit() -> None:
 
 
 @contextlib.contextmanager
-def _failures_logged() -> Iterator[None]:
+def failures_logged() -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
@@ -740,14 +740,14 @@ def _failures_logged() -> Iterator[None]:
 def _finish_all() -> None:
     for each in live_checkpointers():
         if each._owner_pid == os.getpid():
-            with _failures_logged():
+            with failures_logged():
                 each._close(each._writer.wait_alone)
 
 
 def _finish(pid: int, writer: Writer, held: contextlib.ExitStack) -> None:
     """Finish the running save of a Checkpointer that was garbage-collected."""
     if os.getpid() == pid:
-        with _failures_logged():
+        with failures_logged():
             writer.wait_alone()
         held.close()
 

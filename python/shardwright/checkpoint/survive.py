@@ -31,7 +31,7 @@ from ..comm.regroup import Finished, Member, Regroup, own_member
 from ..optim.sharded import ShardedOptimizer
 from ..options.checks import count
 from ..torch_compat.internals import group_timeout
-from .checkpointer import Checkpointer
+from .checkpointer import Checkpointer, failures_logged
 from .joined import averaging, engines_of, members_of, sharded_of
 from .live import NEW, Live
 
@@ -251,10 +251,11 @@ class _Job:
         return is_lost
 
     def grows(self, number: int) -> bool:
-        """Return True, on all ranks before the same step, if a spare takes a free place now. A save under way is complete then."""
+        """Return True, on all ranks before the same step, if a spare takes a free place now. A save under way is over then."""
         if not self._ranks.grows(number):
             return False
-        self._checkpointer._wait()
+        with failures_logged():  # a rank that died meanwhile is left out by recover()
+            self._checkpointer._wait()
         return True
 
     def restore(self) -> int:
