@@ -10,6 +10,7 @@ information, SW_SANITIZE=address,undefined builds with these sanitizers. None of
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
@@ -94,7 +95,9 @@ class BuildEngine(build_ext):
         files, ext.sources, forced = ext.sources, [], self.force
         # A Python built in an odd place bakes its library folder into what it links: not into our wheel.
         self.compiler.linker_so = [word for word in self.compiler.linker_so if not word.startswith("-Wl,-rpath")]
-        flags_changed = self._record_flags(ext)
+        record, flags = Path(self.build_temp, f"{ext.name}.flags.txt"), self._flags(ext)
+        flags_changed = not record.exists() or record.read_text() != flags
+        record.unlink(missing_ok=True)  # an interrupted build leaves none
 
         def compile_one(file: str) -> str:
             (name,) = self.compiler.object_filenames([file], output_dir=self.build_temp)
@@ -110,18 +113,15 @@ class BuildEngine(build_ext):
 
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             ext.extra_objects = list(pool.map(compile_one, files))
+        record.write_text(flags)
         self.force = True  # the link is cheap: always do it, a file may have gone
         super().build_extension(ext)
         self.force = forced
 
-    def _record_flags(self, ext: Extension) -> bool:
-        """Keep the command line beside the objects; True if it is not the one they were made with."""
-        text = repr((self.compiler.compiler_so, ext.extra_compile_args, ext.define_macros))
-        record = Path(self.build_temp, f"{ext.name}.flags.txt")
-        record.parent.mkdir(parents=True, exist_ok=True)
-        changed = not record.exists() or record.read_text() != text
-        record.write_text(text)
-        return changed
+    def _flags(self, ext: Extension) -> str:
+        """Return what decides how a file is compiled, this file included."""
+        how = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+        return repr((self.compiler.compiler_so, ext.extra_compile_args, ext.define_macros, ext.include_dirs, how))
 
 
 def is_old(made: Path) -> bool:

@@ -576,6 +576,40 @@ def test_blocks_of_int8_in_other_memory_orders_are_saved_decoded() -> None:
     )
 
 
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_torchs_own_class_takes_moments_of_int8(is_turned: bool) -> None:
+    (p,), (q,) = parameters(shapes=[(6, 50)]), parameters(shapes=[(6, 50)])
+    if is_turned:
+        q.data = q.data.t().contiguous().t()
+    narrow, plain = sw.optim.AdamW([p], state_dtype="int8"), torch.optim.AdamW([q])
+    set_gradients(0, [p], [q])
+    narrow.step()
+    state = narrow.state_dict()
+    sw.load_full_optimizer_state_dict(torch.nn.Module(), plain, state)
+    for key in oracle.FORMS:
+        assert_same_bits(plain.state[q][key], oracle.decoded(state["state"][0][key], key, 300).reshape(6, 50))
+    plain.step()
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"][1:]
+    with pytest.raises(ValueError, match=r"'exp_avg' of parameter 0 must have shape \(10, 33\), .*, not \(9, 33\)"):
+        sw.load_full_optimizer_state_dict(torch.nn.Module(), plain, state)
+
+
+def test_conversions_of_int8_ignore_the_default_device_and_are_cut_into_chunks() -> None:
+    values = torch.randn(1001, generator=torch.Generator().manual_seed(1)).square()
+    records = moments.encoded(values, "exp_avg_sq")
+    (p,) = parameters(shapes=[(1001,)])
+    wide, narrow = sw.optim.AdamW([p]), sw.optim.AdamW([p], state_dtype="int8")
+    set_gradients(0, [p])
+    wide.step()
+    with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
+        patch.setattr(moments, "_CHUNK", 3)
+        narrow.load_state_dict(wide.state_dict())
+        again = moments.encoded(values, "exp_avg_sq"), moments.decoded(records, "exp_avg_sq", 1001)
+        assert moments.encoded(values[:0], "exp_avg").shape == (0, 33)
+    assert narrow.state[p]["exp_avg"].is_cpu and moments.decoded(records[:0], "exp_avg", 0).shape == (0,)
+    assert torch.equal(again[0], records) and torch.equal(again[1], moments.decoded(records, "exp_avg_sq", 1001))
+
+
 def test_options_of_small_moments_that_do_not_fit_are_refused() -> None:
     (p,) = parameters(shapes=[(4,)])
     with pytest.raises(

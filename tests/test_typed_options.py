@@ -4,6 +4,7 @@ right programs and refuses wrong ones."""
 import inspect
 import os
 import re
+import typing
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,20 @@ CALLS = {
     "fully_shard": (
         sw.fully_shard,
         keywords.FullyShardOptions,
-        ("zero", "share_parameters", "clip_grad_norm", "partition"),
+        ("zero", "share_parameters", "clip_grad_norm", "partition", "device"),
     ),
 }
+
+
+def test_programs_can_read_the_types():
+    hints = typing.get_type_hints(sw.Options)
+    assert list(hints) == list(FIELDS) and typing.get_args(hints["zero"]) == (0, 1, 2, 3)
+    typing.get_type_hints(sw.DistributedDataParallel.__init__)
+    assert "device" not in inspect.signature(sw.fully_shard).parameters
+    assert inspect.signature(sw.fully_shard).parameters["broadcast_buffers"].default is False
+    shown = inspect.signature(sw.wrap).parameters
+    assert shown["zero"].annotation == "Literal[0, 1, 2, 3]" and shown["gather"].annotation == "Literal['int8'] | None"
+
 
 #: a statement, and the text of mypy's complaint; empty for a right one
 STATEMENTS = [
@@ -99,7 +111,8 @@ def test_a_call_shows_and_takes_each_option_with_its_default_basic_ones_first(na
     assert list(shown)[: len(ours)] == ours == [key for key in BASIC if key in ours]
     typed = set(known.__annotations__)
     assert typed == set(shown) if name != "DistributedDataParallel" else typed == {*FIELDS} - by_position - {*refused}
-    for key in {*shown} & {*FIELDS} - {"reshard_after_forward", "ignored_params"}:
+    others = {"reshard_after_forward", "ignored_params"} | ({"broadcast_buffers"} if name == "fully_shard" else set())
+    for key in {*shown} & {*FIELDS} - others:
         assert shown[key].default == getattr(Options, key)
 
 

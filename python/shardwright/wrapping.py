@@ -19,6 +19,7 @@ from .formats.stored import Stored
 from .layout.local_parameters import as_dtensors, whole_tensor
 from .layout.memory import has_memory, without_memory
 from .layout.param_groups import mark_of
+from .optim import moments
 from .optim.clip_grad import clip
 from .optim.master_weights import MasterOptimizer, has_own_masters, without_masters
 from .optim.offload import make_route, make_store
@@ -596,12 +597,21 @@ def _load_state(bare: torch.nn.Module, state: Any, strict: bool, also: str) -> t
 def load_full_optimizer_state_dict(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
-    """Load a result of full_optimizer_state_dict(), at any stage and world size; all ranks pass the same `state`."""
+    """Load a result of full_optimizer_state_dict(), at any stage and world size; all ranks pass the same `state`.
+
+    Moments of int8 become float32 for an optimizer, such as torch's, that does not keep them.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not isinstance(optimizer, ShardedOptimizer) and any(map(is_dtensor, parameters)):
+    if not isinstance(optimizer, ShardedOptimizer):
         numbers = [number for group in state["param_groups"] for number in group["params"]]
-        own = dict(zip(numbers, parameters))
-        states = {n: as_dtensors(each, dict.fromkeys(each, own.get(n))) for n, each in state["state"].items()}
+        own, states = dict(zip(numbers, parameters)), dict(state["state"])
+        for number, each in states.items():
+            if (p := own.get(number)) is None:
+                continue
+            if getattr(optimizer, "state_dtype", None) != "int8":
+                moments.check_fits(each, p.numel(), f"parameter {numbers.index(number)}")
+                each = moments.wide(each, p)
+            states[number] = as_dtensors(each, dict.fromkeys(each, p))
         state = {**state, "state": states}
     optimizer.load_state_dict(state)
 

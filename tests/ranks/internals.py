@@ -86,6 +86,7 @@ HOMES = {
     "is_finite": "parallel.agreement.replica_check",
     "join_modules": "checkpoint.joined",
     "live_replicas": "parallel.replica",
+    "local": "checkpoint.memory.local",
     "master_weights": "optim.master_weights",
     "meta_loading": "integrations.meta_loading",
     "mirror": "checkpoint.remote.mirror",

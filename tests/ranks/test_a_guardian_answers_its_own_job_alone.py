@@ -19,7 +19,7 @@ from harness import Stopwatch
 from internals import Image, client, tier
 from internals import guardian as guardian_program
 from peer import PEER, sw
-from test_steps_in_memory_outlive_their_ranks import open_images, wait_for
+from test_steps_in_memory_outlive_their_ranks import open_images, said_by, wait_for
 from test_strangers_are_kept_out import become, needs_root, stranger
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
@@ -35,8 +35,27 @@ def test_a_copied_directory_has_guardians_of_its_own(tmp_path):
     assert other != job and tier.job_of(copied) == other
     os.rename(first, moved)
     assert tier.job_of(moved) == job
-    (tmp_path / "moved" / tier.JOB).write_text("[]")
-    assert tier.job_of(moved) != job
+    with mock.patch.object(os, "statvfs", return_value=types.SimpleNamespace(f_fsid=1)):
+        assert tier.job_of(moved) == job, "after a reboot, too, when a device may have another number"
+    (tmp_path / "moved" / tier.JOB).write_text("")
+    with said_by("shardwright") as said:
+        assert tier.job_of(moved) != job
+    assert len(said) == 1 and "memory.json' is damaged" in said[0]
+
+
+def test_the_name_of_a_job_is_durable(tmp_path):
+    done = []
+
+    def noted(name, call):
+        return lambda *given: (done.append(name), call(*given))[1]
+
+    with (
+        mock.patch.object(os, "fsync", noted("file", os.fsync)),
+        mock.patch.object(os, "replace", noted("name", os.replace)),
+        mock.patch.object(tier.CheckpointFolder, "sync", noted("folder", tier.CheckpointFolder.sync)),
+    ):
+        tier.job_of(str(tmp_path))
+    assert done == ["file", "name", "folder"]
 
 
 def test_images_are_of_the_present_start_and_not_of_children():

@@ -6,6 +6,7 @@ Hosts are simulated: ranks of this machine are told which host they are on, and 
 
 import contextlib
 import ctypes
+import errno
 import functools
 import itertools
 import os
@@ -19,7 +20,7 @@ import pytest
 import torch
 from checkpoint_subjects import Small, build
 from harness import LONG, gather, join_from_own_namespaces, on_every_rank
-from internals import Image, partial, process_group
+from internals import Image, local, partial, process_group
 from peer import PEER, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 from test_checkpoint_survives_kill_at_any_moment import fill, kill_at_random, training, values_of
@@ -111,6 +112,39 @@ def test_a_lost_host_costs_what_was_not_copied(fresh_ranks):
         assert go(2, hosts=[0, 1], steps=0)[0] == 2
 
 
+def beside_memory(rank, world_size, folder, begin, saves, every=1, is_cut=False, **options):
+    """Restore and save some steps, each `every` of them also outside of memory. `is_cut`: no image on a disk is ever finished."""
+    pair = training()
+    options = {"local": f"{folder}/local", "bandwidth_bytes_per_s": SLOW, **options}
+    checkpoints = sw.Checkpointer(f"{folder}/shared", *pair, **options)
+    left_open.append(checkpoints)
+    assert checkpoints.restore() == begin
+    with mock.patch.object(local.LocalTier, "_finish") if is_cut else contextlib.nullcontext():
+        for step in range(begin, begin + saves):
+            fill(*pair, step + 1)
+            checkpoints.save(step, every=every)
+            if not is_cut:
+                checkpoints.wait()
+    gather(None)
+    return checkpoints._local._complete
+
+
+@pytest.mark.timeout(120)
+def test_a_restore_from_memory_leaves_the_step_on_the_disk(fresh_ranks):
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder:
+        memory = {"memory_every": 1}
+        found = []
+        for arguments in (
+            {"begin": 0, "saves": 3, "every": 2, **memory},
+            {"begin": 3, "saves": 1, "every": 2, "is_cut": True, **memory},
+            {"begin": 2, "saves": 0},
+        ):
+            with fresh_ranks(3) as team:
+                found.append(team.run(beside_memory, folder=folder, **arguments))
+                killed(team)
+        assert found[1:] == [[(0, 2)] * 3] * 2
+
+
 def save_for_ever(rank, world_size, folder):
     torch.manual_seed(rank)
     model, optimizer = training()
@@ -146,12 +180,12 @@ def test_after_a_kill_at_any_moment_the_newest_step_of_both_places_is_taken(worl
             highest, copied = noted(folder, world_size), shared(folder)
             copied = copied[-1] if copied else 0
             assert highest - 2 <= copied <= highest + 1, (seed, highest, copied)
-            local = {"local": f"{folder}/local"} if turn % 3 != 1 else {}  # or without the hosts' disks
+            disk = {"local": f"{folder}/local"} if turn % 3 != 1 else {}  # or without the hosts' disks
             with fresh_ranks(world_size) as team:
-                answers = team.run(restore_and_look, folder=folder, local=local)
+                answers = team.run(restore_and_look, folder=folder, local=disk)
                 killed(team)
             (step,) = {step for step, _ in answers}
-            least, most = (highest, highest + 1) if local else (copied, copied)
+            least, most = (highest, highest + 1) if disk else (copied, copied)
             assert least <= step <= most, (seed, highest, copied, answers)
             assert all(found == [float(step)] for _, found in answers), (seed, answers)
             highest = max(highest, step)
@@ -295,3 +329,103 @@ def test_a_damaged_image_is_passed_over(rank, world_size):
         gather(None)
         fill(*pair, 99)
         assert checkpoints.restore() == 2 and values_of(*pair) == {2.0}, "the shared directory has it"
+
+
+@on_every_rank(at_least=3)
+def test_an_image_that_cannot_be_read_hides_no_other(rank, world_size):
+    folder = shared_folder(rank)
+    pair = training()
+    with sw.Checkpointer(f"{folder}/shared", *pair, local=f"{folder}/local") as checkpoints:
+        for step in range(2):
+            fill(*pair, step + 1)
+            checkpoints.save(step)
+    if rank == 0:
+        (at,) = os.listdir(f"{folder}/local")
+        for name in ("whole.1048576.0.image", ".host-0-1", "own-0.1048576.3.image.new"):  # by a start that was killed
+            open(f"{folder}/local/{at}/{name}", "w").close()
+    gather(None)
+    with sw.Checkpointer(f"{folder}/shared", *pair, local=f"{folder}/local") as checkpoints:
+        if rank == 0:
+            images = checkpoints._local._client
+            assert sorted(each.partition(".")[0] for each in os.listdir(images.path)) == ["own-0", "own-1"]
+            os.truncate(os.path.join(images.path, images._files()["own-1"]), 0)
+            for step in (1, 2):
+                shutil.rmtree(f"{folder}/shared/step-{step:06}")
+            os.mkdir(f"{folder}/shared/step-000002.0.partial")  # its copy was cut off
+        gather(None)
+        assert checkpoints.restore() == 1 and values_of(*pair) == {1.0}
+        assert not os.path.exists(f"{folder}/shared/.branch"), "step 2 may be there at the next start"
+
+
+def test_an_image_has_its_bytes_before_its_name(tmp_path):
+    images, seen = local.ImageFolder(str(tmp_path)), []
+
+    def full(fd, nbytes):
+        seen.append(images.ask("list")[0]["names"])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with mock.patch.object(os, "ftruncate", full), pytest.raises(sw.CheckpointError, match="No space left"):
+        images.ask("make", "own-0", nbytes=1 << 20, meta={"data": 0, "tables": 1})
+    assert seen == [[]] and os.listdir(tmp_path) == []
+
+
+@on_every_rank(at_least=3)
+def test_a_refusal_of_one_rank_is_heard_by_all(rank, world_size):
+    folder, pair = shared_folder(rank), training()
+    with sw.Checkpointer(f"{folder}/shared", *pair, local=f"{folder}/local", timeout_s=20) as checkpoints:
+        with pytest.raises((ValueError, sw.CheckpointError), match="metric must be finite, got nan"):
+            checkpoints.save(0, metric=float("nan") if rank == 1 else 1.0)
+        broken = mock.patch.object(checkpoints._place, "target", side_effect=sw.CheckpointError("no place"))
+        with broken if rank == 0 else contextlib.nullcontext(), pytest.raises(sw.CheckpointError, match="no place"):
+            checkpoints.save(0)
+        checkpoints.save(0)
+        assert checkpoints.restore() == 1
+
+
+@on_every_rank(at_least=3)
+def test_a_step_that_no_thread_syncs_is_not_there(rank, world_size):
+    folder, pair = shared_folder(rank), training()
+    with said_by("shardwright") as said:
+        with sw.Checkpointer(f"{folder}/shared", *pair, local=f"{folder}/local", timeout_s=20) as checkpoints:
+            fill(*pair, 1)
+            checkpoints.save(0)
+            checkpoints.wait()
+            fill(*pair, 2)
+            refused = mock.patch.object(
+                local.threading.Thread, "start", side_effect=RuntimeError("can't start new thread")
+            )
+            with refused if rank == 1 else contextlib.nullcontext():
+                checkpoints.save(1)
+            fill(*pair, 3)
+            checkpoints.save(2)
+            assert "can't start new thread" in checkpoints._local.off
+    assert [each for each in said if "alone" in each] == [each for each in said if "alone" in each][: rank == 0]
+    with sw.Checkpointer(f"{folder}/shared", *pair) as checkpoints:
+        assert checkpoints.restore() == 3 and values_of(*pair) == {3.0}
+
+
+def test_a_local_folder_is_made_durably(tmp_path):
+    with mock.patch.object(local.CheckpointFolder, "make", side_effect=local.CheckpointFolder.make) as make:
+        path = f"{tmp_path}/new/local"
+        assert local.checked_folder(path, f"{tmp_path}/shared") == path and os.path.isdir(path)
+    make.assert_called_once_with(path)
+
+
+@on_every_rank(at_least=3)
+def test_what_a_host_has_alone_is_abandoned_without_it(rank, world_size):
+    folder, pair, away, here = shared_folder(rank), training(), "away", "here"
+
+    def opened(at):
+        return sw.Checkpointer(f"{folder}/shared", *pair, local=f"{folder}/{at}")
+
+    with opened(away) as checkpoints:
+        for step in range(2):
+            fill(*pair, step + 1)
+            checkpoints.save(step)
+    if rank == 0:
+        shutil.rmtree(f"{folder}/shared/step-000002")  # as if the directory had been full
+    gather(None)
+    for at, words in ((here, ["step 2 is lost: "]), (here, []), (away, [])):
+        with said_by("shardwright") as said, opened(at) as checkpoints:
+            assert checkpoints.restore() == 1 and values_of(*pair) == {1.0}
+        assert [each[: len("step 2 is lost: ")] for each in said if "is lost" in each] == words * (rank == 0)

@@ -4,6 +4,7 @@ checkpoint holds the blocks, with the same bytes from any stage, and loads at an
 
 import copy
 import json
+import math
 import os
 import pathlib
 import struct
@@ -122,6 +123,37 @@ def test_state_dicts_load_at_another_stage(rank, world_size):
         for found in (trained(zero, saved), trained(zero, trained(zero))):
             assert all(map(bits_equal, found[0].values(), expected[0].values()))
             assert_equal(([], found[1]["state"]), ([], expected[1]["state"]))
+
+
+@pytest.mark.parametrize(("of", "into"), [((64, 100), (64, 50)), ((6, 60), (6, 100))], ids=["more", "fewer"])
+@on_every_rank()
+def test_records_of_another_shape_are_refused_before_anything_changes(rank, world_size, of, into):
+    def stepped(shape, zero, dtype="int8", **options):
+        torch.manual_seed(0)
+        module = nn.Linear(*shape[::-1], bias=False)
+        model, optimizer = sw.wrap(module, sw.optim.AdamW(module.parameters(), state_dtype=dtype), zero=zero, **options)
+        model(torch.ones(2, shape[1])).square().mean().backward()
+        optimizer.step()
+        return model, optimizer
+
+    count = math.prod(into)
+    sentence = rf"must have shape \({-(-count // 32)}, 33\), the records of {count} elements, not \({-(-math.prod(of) // 32)}, 33"
+    for zero in (0, 1, 2, 3):
+        given = sw.full_optimizer_state_dict(*stepped(of, zero))
+        given["param_groups"][0]["lr"] = 7.0
+        for dtype in ("int8", torch.float32):
+            model, optimizer = stepped(into, zero, dtype)
+            before = sw.full_optimizer_state_dict(model, optimizer)
+            name = "weight" if zero else "parameter 0"
+            with pytest.raises(ValueError, match=f"optimizer state: 'exp_avg' of {name} {sentence}"):
+                sw.load_full_optimizer_state_dict(model, optimizer, given)
+            after = sw.full_optimizer_state_dict(model, optimizer)
+            assert_equal(([], after["state"]), ([], before["state"]))
+            assert after["param_groups"] == before["param_groups"]
+    (_, whole), (model, other) = (stepped(shape, 1, partition="tensor") for shape in (of, into))
+    if other.piece_of(model.module.weight) is not None:
+        with pytest.raises(ValueError, match=f"'exp_avg' of weight {sentence}"):
+            other.load_state_dict(whole.own_slices())
 
 
 @on_every_rank()

@@ -264,7 +264,7 @@ def test_a_rank_that_is_left_out_has_ended_before_the_others_go_on():
         del memory
 
     pid = in_a_child(body)
-    regroup._end(regroup.Member(pid, int(fields_of(pid)[19]), "", ""))
+    regroup._kill(regroup.Member(pid, int(fields_of(pid)[19]), "", ""))
     assert os.waitpid(pid, os.WNOHANG)[0] == pid
 
 

@@ -352,7 +352,7 @@ def test_offloaded_state_of_shards_is_refused_at_stage_0_and_has_the_same_bits_a
         optimizer.add_param_group({"params": [parallelized(mesh).embedding.weight]})
     assert len(optimizer.param_groups) == 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wrapping, "_is_on_gpu", lambda module: True)
+        patch.setattr(wrapping.cuda.runtime, "holds", lambda parameter: True)
         told_everywhere(lambda: trained(0, "cpu"), "offload='cpu' at zero=0", "is a DTensor", "zero=1 or higher")
 
 

@@ -383,6 +383,9 @@ class Checkpointer:
                 raise CheckpointError(f"step {step + 1} was not saved: the save before it is still being written")
             return False
         self._settle(f"saves step {step + 1}" if refusal is None else "", refusal)
+        local = (
+            self._local if self._local is not None and self._local.is_due(step + 1, False) else None
+        )  # before a rank may refuse
         if not _is_finite(metric):  # the metric of a peer may be finite: that rank begins
             self._writer.refuse(ValueError(f"metric must be finite, got {metric!r}"))
         try:
@@ -390,7 +393,6 @@ class Checkpointer:
         except CheckpointError as error:
             self._writer.refuse(error)
         metric = None if metric is None else float(metric)
-        local = self._local if self._local is not None and self._local.is_due(step + 1, False) else None
         self._writer.begin(target, step + 1, self._training, lazy=self._lazy, metric=metric, local=local)
         self._interval.restart()
         self._newest = step + 1
@@ -533,7 +535,7 @@ class Checkpointer:
         self._settle("restores", checks=False)
         step, name_map = self._peers.agree(check, "restore()")
         listed = self._place.list(is_preference=step is None)
-        kept = [each for tier in self._tiers for each in tier.candidates()]
+        kept = whole = [each for tier in self._tiers for each in tier.candidates()]
         if step is not None:
             chosen = [path for found, path in listed if found == step]
             kept = [each for each in kept if each.step == step]
@@ -553,15 +555,18 @@ class Checkpointer:
                     refusals.append(str(error))
                     if self._peers.rank == 0:
                         logger.warning("restore() passes over a checkpoint: %s", error)
-                    if not isinstance(place, Candidate):
+                    if isinstance(place, Candidate):
+                        whole = [each for each in whole if each is not place]
+                    else:
                         self._place.reject(path)
                     continue
                 self._fill_stages(restored, path, name_map)
                 apply_together(restored, self._peers)
-            if isinstance(place, Candidate):
-                place.tier.took(place)
             found = int(restored.folder.step)
-            if step is not None or self._has_lost_after(found):
+            for each in [*(each for each in whole if each.step <= found), place]:  # the last one of a tier stays
+                if isinstance(each, Candidate):
+                    each.tier.took(each)
+            if step is not None or self._has_lost_after(found, listed):
                 self._go_on_from(Kept(found, path, nonce=restored.folder.nonce))
             self._warm()
             return found
@@ -571,13 +576,14 @@ class Checkpointer:
                 if step is None
                 else f"the checkpoint of step {step} cannot be read: {refusals[0]}"
             )
-        if self._has_lost_after(0):
+        if self._has_lost_after(0, listed):
             self._go_on_from(Kept(0, self.directory))
         return 0
 
-    def _has_lost_after(self, step: int) -> bool:
+    def _has_lost_after(self, step: int, listed: list[tuple[int, str]]) -> bool:
         """Return True if a later step was durable on the hosts' disks and is not whole there; log it. Collective."""
-        return self._local is not None and self._local.lost_after(step, self._place.torn()) is not None
+        tier, steps = self._local, [each for each, _ in listed]
+        return tier is not None and tier.lost_after(step, steps, self._place.torn()) is not None
 
     def _go_on_from(self, chosen: Kept) -> None:
         """Abandon what is later than `chosen`, also on hosts that are away now. Collective."""

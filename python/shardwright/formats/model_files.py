@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -106,7 +107,8 @@ def _at(
                     f"'{path}' was replaced or written since the model was loaded from it: load it again, or save to another folder"
                 )
             for first, nbytes, _ in ranges if len(ranges) > 1 else ():  # the disk reads them at once
-                os.posix_fadvise(file.fileno(), at + first, nbytes, os.POSIX_FADV_WILLNEED)
+                with contextlib.suppress(OSError):  # a hint, which a file system may lack
+                    os.posix_fadvise(file.fileno(), at + first, nbytes, os.POSIX_FADV_WILLNEED)
             for first, nbytes, address in ranges:
                 memory, done = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B"), 0
                 while done < nbytes:

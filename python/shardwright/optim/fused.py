@@ -1,7 +1,8 @@
 """Fused optimizers on the engine's kernels, and the exact global norm. docs/design/optim.md has the arithmetic.
 
 `AdamW`, `Adam` and `SGD` are torch's classes with another `step()`. Arguments, `param_groups` and `state_dict()` are
-torch's, and state dicts load into each other both ways. Tensors are on the CPU or on a GPU.
+torch's, and state dicts load into each other both ways, but for moments in "int8": torch's classes take those from
+sw.load_full_optimizer_state_dict alone. Tensors are on the CPU or on a GPU.
 """
 
 from __future__ import annotations

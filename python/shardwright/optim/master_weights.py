@@ -176,8 +176,16 @@ def load_in_float32(
 ) -> None:
     """Run `load(state_dict)`, torch's own loading of `optimizer`, but keep masters and their state in float32."""
     loaded: list[dict[str, Any]] = []
+
+    def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> None:
+        numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
+        own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        for place, (number, p) in enumerate(zip(numbers, own)):
+            records.check_fits(given["state"].get(number, {}), p.numel(), f"parameter {place}")
+        loaded.append(given)
+
     # This pre-hook runs last, so it sees the dict after the user's own hooks.
-    handle = optimizer.register_load_state_dict_pre_hook(lambda _, given: loaded.append(given))
+    handle = optimizer.register_load_state_dict_pre_hook(take)
     try:
         load(state_dict)
     finally:

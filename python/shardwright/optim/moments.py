@@ -20,6 +20,8 @@ from ..torch_compat.dtensor import held_tensor, is_dtensor, local_part, placed_a
 BLOCK, RECORD = 32, 33
 #: by entry of the state: the exponent of the least normal code, and the code of NaN
 FORMS = {"exp_avg": (122, 127), "exp_avg_sq": (114, 255)}
+#: records that are converted at once, of 1 Mi elements: a conversion has some 30 bytes an element besides its result
+_CHUNK = 1 << 15
 _LARGEST, _DROPS, _NORMAL = 0x7EFFFFFF, 19, 1 << 23
 
 
@@ -39,6 +41,16 @@ def is_records(key: Any, value: Any) -> bool:
     return key in FORMS and is_bytes and value.dim() == 2 and value.shape[1] == RECORD
 
 
+def check_fits(state: Mapping[Any, Any], numel: int, name: str) -> None:
+    """Raise ValueError for records in `state` that are not those of so many elements, of parameter `name`."""
+    for key, value in state.items():
+        if is_records(key, value) and value.shape[0] != blocks(numel):
+            raise ValueError(
+                f"optimizer state: {key!r} of {name} must have shape {(blocks(numel), RECORD)}, the records of {numel} elements, "
+                f"not {tuple(value.shape)}"
+            )
+
+
 def zeros(p: torch.Tensor) -> torch.Tensor:
     """Return what torch.zeros_like() takes for the records of a parameter, or its local part."""
     numel = (held_tensor(p) if is_dtensor(p) else p).numel()
@@ -47,19 +59,34 @@ def zeros(p: torch.Tensor) -> torch.Tensor:
 
 def decoded(records: torch.Tensor, key: str, numel: int) -> torch.Tensor:
     """Return the float32 elements of the records of entry `key`, in their order."""
+    made = torch.empty(len(records) * BLOCK, dtype=torch.float32, device=records.device)
+    for part, some in zip(made.split(_CHUNK * BLOCK), records.split(_CHUNK)):
+        part.copy_(_decoded(some, key).reshape(-1))
+    return made[:numel]
+
+
+def _decoded(records: torch.Tensor, key: str) -> torch.Tensor:
     least, top = FORMS[key]
     codes, exponents = records[:, :BLOCK].to(torch.int32), records[:, BLOCK:].to(torch.int32)
     codes, is_negative = (codes & 127, codes > 127) if key == "exp_avg" else (codes, None)
-    bits, lowest = (codes << _DROPS) + (least << 23), _float(torch.tensor(least << 23, dtype=torch.int32))
+    bits, lowest = (
+        (codes << _DROPS) + (least << 23),
+        _float(torch.tensor(least << 23, dtype=torch.int32, device=codes.device)),
+    )
     parts = torch.where(codes < 16, _float(bits) - lowest, _float(bits - _NORMAL)) * _float(exponents << 23)
     parts[codes == top] = torch.nan
-    if is_negative is not None:
-        parts = torch.where(is_negative, -parts, parts)
-    return parts.reshape(-1)[:numel]
+    return parts if is_negative is None else torch.where(is_negative, -parts, parts)
 
 
 def encoded(flat: torch.Tensor, key: str) -> torch.Tensor:
     """Return float32 elements as records of entry `key`, rounded to nearest; what records held comes back with its bits."""
+    made = torch.empty(blocks(flat.numel()), RECORD, dtype=torch.uint8, device=flat.device)
+    for part, some in zip(made.split(_CHUNK), flat.split(_CHUNK * BLOCK)):
+        part.copy_(_encoded(some, key))
+    return made
+
+
+def _encoded(flat: torch.Tensor, key: str) -> torch.Tensor:
     least, top = FORMS[key]
     padded = torch.nn.functional.pad(flat.to(torch.float32), (0, -flat.numel() % BLOCK)).reshape(-1, BLOCK)
     bits = padded.view(torch.int32)
@@ -69,7 +96,7 @@ def encoded(flat: torch.Tensor, key: str) -> torch.Tensor:
     exponents = (most.clamp(min=1) - 1 >> 23).clamp(min=1)
     parts = _float(magnitudes) * _float((254 - exponents) << 23)
     lowest = least << 23
-    base = _float(torch.tensor(lowest, dtype=torch.int32))
+    base = _float(torch.tensor(lowest, dtype=torch.int32, device=bits.device))
     places = torch.where(parts < base, _bits(parts + base) - lowest, _bits(parts) - lowest + _NORMAL)
     codes = (places + (1 << (_DROPS - 1)) - 1 + (places >> _DROPS & 1)) >> _DROPS
     if key == "exp_avg_sq":
@@ -77,7 +104,7 @@ def encoded(flat: torch.Tensor, key: str) -> torch.Tensor:
     codes = torch.where(is_held, codes, top)
     if key == "exp_avg":
         codes = codes | (bits < 0).to(torch.int32) << 7
-    return torch.cat((codes, exponents), 1).to(torch.uint8)
+    return torch.cat((codes, exponents), 1)
 
 
 def _float(bits: torch.Tensor) -> torch.Tensor:
@@ -114,7 +141,12 @@ def portable(state: Mapping[Any, Any], p: torch.Tensor) -> Mapping[Any, Any]:
 
 def readable(state: Mapping[Any, Any], p: torch.Tensor) -> Mapping[Any, Any]:
     """Invert portable(): decode records, of row-major order, unless `p` is plain and row-major; a DTensor gets its part."""
-    if (p.is_contiguous() and not is_dtensor(p)) or not any(itertools.starmap(is_records, state.items())):
+    return state if p.is_contiguous() and not is_dtensor(p) else wide(state, p)
+
+
+def wide(state: Mapping[Any, Any], p: torch.Tensor) -> Mapping[Any, Any]:
+    """Return a whole parameter's state with its records, of row-major order, decoded; a DTensor gets its part."""
+    if not any(itertools.starmap(is_records, state.items())):
         return state
     return {key: placed(value, key, p) if is_records(key, value) else value for key, value in state.items()}
 

@@ -123,7 +123,7 @@ class Slices:
     def _gather_records(self, entry: Entry, key: str, mine: torch.Tensor | None) -> torch.Tensor:
         """Return a moment of int8 as records if others can read them, else decoded. Collective."""
         like, label = entry.like, f"optimizer state of {entry.name}"
-        flat = torch.empty(moments.run(0, like.numel())[1], dtype=torch.uint8)
+        flat = torch.empty(moments.run(0, like.numel())[1], dtype=torch.uint8, device="cpu")
         fill_from_ranks(entry.replica, flat, mine, lambda rank: moments.run(*self.run(entry, rank)), label)
         found = {key: flat.reshape(-1, moments.RECORD)}
         if like.is_contiguous() and not is_local(entry.parameter):

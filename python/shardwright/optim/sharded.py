@@ -556,6 +556,9 @@ class ShardedOptimizer(Forwarding):
                 f"{self._replica.group.rank} of {self._replica.group.world_size} (or another bucket size): use "
                 "sw.full_optimizer_state_dict to save what loads anywhere"
             )
+        for index, state in saved["state"].items():
+            piece = self._piece(entry := self._entries[int(index)])
+            moments.check_fits(state, 0 if piece is None else piece.numel(), entry.name)
         self._load_groups(saved["groups"], "indices")
         self._inner.state.clear()
         for index, state in saved["state"].items():
@@ -573,13 +576,17 @@ class ShardedOptimizer(Forwarding):
 
     def _load_whole(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict["param_groups"]
-        self._load_groups(groups, "params")
         names = [name for group in groups for name in group["params"]]
+        pairs = [
+            (e, state_dict["state"][name]) for name, e in zip(names, self._members()) if name in state_dict["state"]
+        ]
+        wholes = [entry.member if is_dtensor(entry.member) else entry.like for entry, _ in pairs]
+        for (entry, state), whole in zip(pairs, wholes):
+            moments.check_fits(state, whole.numel(), entry.name)
+        self._load_groups(groups, "params")
         self._inner.state.clear()
-        for name, entry in zip(names, self._members()):
-            if name in state_dict["state"]:
-                whole = entry.member if is_dtensor(entry.member) else entry.like
-                self._take_state(entry, moments.readable(state_dict["state"][name], whole), loaded=True)
+        for (entry, state), whole in zip(pairs, wholes):
+            self._take_state(entry, moments.readable(state, whole), loaded=True)
         self._loaded()
 
     @on_every_rank("optimizer.consolidate_state_dict()")

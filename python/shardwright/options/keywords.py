@@ -6,21 +6,19 @@ One call takes `**options: Unpack[WrapOptions]`. The parts differ in which call 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from os import PathLike
+from typing import Any, Literal, TypedDict
 
-if TYPE_CHECKING:
-    import os
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-    import torch
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
+from .compress import Compressor
+from .precision import Precision
 
-    from .compress import Compressor
-    from .precision import Precision
-
-    PrecisionLike = Literal["bf16", "fp16", "fp32"] | Precision
-    Weights = str | os.PathLike[str] | Iterable[tuple[str, torch.Tensor]] | tuple[Any, Mapping[str, Any]]
-
+# At run time too: programs read types with typing.get_type_hints()
+PrecisionLike = Literal["bf16", "fp16", "fp32"] | Precision
+Weights = str | PathLike[str] | Iterable[tuple[str, torch.Tensor]] | tuple[Any, Mapping[str, Any]]
 Zero = Literal[0, 1, 2, 3]
 Partition = Literal["auto", "flat", "tensor"]
 SparseGradients = Literal["auto", "dense"]
@@ -74,15 +72,15 @@ class ExpertOptions(TypedDict, total=False):
     communicator: CommunicatorOf
     transport: Transport
     prefetch: int
-    device: str | torch.device | None
     gather: Gather | None
     write_guard: WriteGuard | None
     check_every: int | None
 
 
 class FlatOptions(TypedDict, total=False):
-    """Expert options that fully_shard has with other types."""
+    """Expert options that fully_shard has with other types, or not."""
 
+    device: str | torch.device | None
     ignored_params: Collection[torch.nn.Parameter | str]
     reshard_after_forward: bool
 

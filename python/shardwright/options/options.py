@@ -5,23 +5,30 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
+from . import keywords
 from .checks import Check, among, check_units, count, number, offload_kinds, switch
 from .compress import Compressor, check_compressor
-from .keywords import CommunicatorOf, Gather, Partition, Reduce, SparseGradients, Transport, WriteGuard, Zero
+from .keywords import (
+    CommunicatorOf,
+    Gather,
+    Partition,
+    PrecisionLike,
+    Reduce,
+    SparseGradients,
+    Transport,
+    WriteGuard,
+    Zero,
+)
 from .names import near, offers_fields, unknown_name
 from .precision import Precision
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from .keywords import PrecisionLike
 
 #: the first fields of Options, which most programs need; each listing names them first
 BASIC_COUNT = 10
@@ -148,9 +155,6 @@ class Options:
         On GPUs. At zero=3: the units gathered ahead of the running one; each after the first takes the largest unit's
         memory. At zero=1 and 2, unless 0: gathers of parameters run on behind a step, and a unit's forward waits for
         its own (docs/design/gpu.md).
-    device : str or torch.device, optional
-        With offload={"parameters": "cpu", ...}: the GPU of this rank, for a module on the CPU or, with init= or weights=, the
-        meta device. The GPU never holds all of the module. Default: the device of the module.
     gather : {None, "int8"}
         At zero=3 with share_parameters=False: the form from which float32 parameters are gathered. "int8": records of
         32 elements, 8-bit integers and one float32 scale, which each rank encodes from its slices after every step. The
@@ -164,6 +168,9 @@ class Options:
         Check every `check_every` steps that ranks hold equal parameters and that averaged gradients are finite. All
         ranks raise an Error that names the parameter and the rank. A check costs two or three passes over the model's
         bytes and no message (docs/design/reduce.md). Ranks must not step on their own inside no_sync().
+    device : str or torch.device, optional
+        With offload={"parameters": "cpu", ...}: the GPU of this rank, for a module on the CPU or, with init= or weights=, the
+        meta device. The GPU never holds all of the module. Default: the device of the module.
     ignored_params : collection of Parameter or str
         Parameters left alone: neither broadcast nor averaged.
     reshard_after_forward : bool
@@ -209,10 +216,10 @@ class Options:
     communicator: CommunicatorOf = _option("own", among(*get_args(CommunicatorOf)))
     transport: Transport = _option("auto", among(*get_args(Transport)))
     prefetch: int = _option(1, count(0, 1024, "a number of units in [0, 1024]"))
-    device: str | torch.device | None = _option(None, _check_device, zero=(3,), alike=False)
     gather: Gather | None = _option(None, among(None, *get_args(Gather)), zero=(3,))
     write_guard: WriteGuard | None = _option("auto", among(*get_args(WriteGuard), None), zero=(3,))
     check_every: int | None = _option(None, count(1, float("inf"), "None or a number of steps, at least 1"))
+    device: str | torch.device | None = _option(None, _check_device, zero=(3,), alike=False)
     ignored_params: Collection[torch.nn.Parameter | str] = _option((), _check_ignored, alike=False)
     reshard_after_forward: bool = _option(True, switch, zero=(3,))
     bucket_cap_mb: float = _option(25, number("MiB", 2**40))
@@ -306,12 +313,24 @@ def text_of_group(key: Any) -> str:
     return repr(key) if isinstance(key, str) else f"a {type(key).__name__}"
 
 
-def describes_options(keywords: Any) -> Callable[[_Made], _Made]:
-    """Show the keywords of `**options` in a call's signature and, where it asks for them, its docstring: basic ones first."""
+def _with_values(type_: str) -> str:
+    """Return a type with legal values in the place of their names in keywords.py."""
+    return re.sub(r"\b[A-Z]\w+\b", lambda name: _values(getattr(keywords, name[0], None)) or name[0], type_)
+
+
+def _values(alias: Any) -> str:
+    return f"Literal[{', '.join(map(repr, get_args(alias)))}]" if get_origin(alias) is Literal else ""
+
+
+def describes_options(taken: Any, **defaults: Any) -> Callable[[_Made], _Made]:
+    """Show the keywords of `**options` in a call's signature and, where it asks for them, its docstring: basic ones first.
+
+    `defaults`: those that differ from Options'.
+    """
 
     def parameter(name: str) -> inspect.Parameter:
-        kind, type_ = inspect.Parameter.KEYWORD_ONLY, Options.__annotations__[name]
-        return inspect.Parameter(name, kind, default=getattr(Options, name), annotation=type_)
+        kind, default = inspect.Parameter.KEYWORD_ONLY, defaults.get(name, getattr(Options, name))
+        return inspect.Parameter(name, kind, default=default, annotation=_with_values(Options.__annotations__[name]))
 
     def place(each: inspect.Parameter) -> tuple[int, float]:
         """Return where a parameter stands: basic options, keywords that are no options, expert options."""
@@ -322,7 +341,7 @@ def describes_options(keywords: Any) -> Callable[[_Made], _Made]:
         signature = inspect.signature(call)
         given = signature.parameters
         shown = [each for each in given.values() if each.name[0] != "_" and each.kind != each.VAR_KEYWORD]
-        shown += [parameter(name) for name in names if name in keywords.__annotations__ and name not in given]
+        shown += [parameter(name) for name in names if name in taken.__annotations__ and name not in given]
         call.__signature__ = signature.replace(parameters=sorted(shown, key=place))
         if call.__doc__:  # python -OO has none
             basic, _, expert = (Options.__doc__ or "").partition("\n\n    Other Parameters\n    ----------------\n")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.algorithms.join import Join, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from typing_extensions import Unpack  # torch needs it
 
 from .._engine import Error
 from ..layout.memory import copied
@@ -41,8 +42,6 @@ from .engine import Engine, register_face
 from .join import ShadowHook
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from ..compress.state import CompressionState, StatesOfParts
 
 

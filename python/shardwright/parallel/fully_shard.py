@@ -598,7 +598,7 @@ def fully_shard(
 ) -> Sequence[torch.nn.Module]: ...
 
 
-@describes_options(FullyShardOptions)
+@describes_options(FullyShardOptions, broadcast_buffers=False)
 def fully_shard(
     module: Any,
     *,

@@ -20,10 +20,14 @@ from ..peers import Peers, in_words
 from .budget import SLOTS, Need, in_gib
 from .image import Image, Table
 from .ranges import in_blocks, on_hosts
+from .restoring import WHOLE
 from .tier import MemoryTier, job_of
 
 _logger = logging.getLogger("shardwright")
-_SUFFIX = ".image"
+_SUFFIX, _HOST_MARK = ".image", ".host-"
+#: file of the checkpoint directory: its job, and the newest step that came to the hosts' disks. Of a host that was replaced
+#: nothing else tells that it has a step which the directory could not take
+NEWEST = "local.step"
 _ROUND_S = 0.5
 
 
@@ -36,10 +40,10 @@ def checked_folder(local: str | os.PathLike[str], directory: str) -> str:
             f"local must be a folder outside of the directory '{directory}', which saves go to, got '{found}'"
         )
     try:
-        os.makedirs(found, exist_ok=True)
+        CheckpointFolder.make(found)
         if not os.access(found, os.W_OK | os.X_OK):
             raise PermissionError("it cannot be written to")
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         raise ValueError(f"local must be a folder of this host, got '{found}': {in_words(error)}") from None
     return found
 
@@ -82,14 +86,24 @@ class ImageFolder:
         return {each.partition(".")[0]: each for each in files}
 
     def _make(self, file: str, nbytes: int) -> int:
-        fd = os.open(os.path.join(self.path, file), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        path = os.path.join(self.path, file)
+        fd = os.open(f"{path}.new", os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.ftruncate(fd, nbytes)
+            os.rename(f"{path}.new", path)  # an image that has a name has its bytes
             CheckpointFolder.sync(self.path)
         except BaseException:
             os.close(fd)
+            with contextlib.suppress(OSError):
+                os.unlink(f"{path}.new")
             raise
         return fd
+
+    def remove_left_overs(self) -> None:
+        """Remove what a killed start has left here beside its steps."""
+        for each in os.listdir(self.path):
+            if each.startswith((f"{WHOLE}.", _HOST_MARK)) or each.endswith(f"{_SUFFIX}.new"):
+                os.unlink(os.path.join(self.path, each))
 
     def close(self, *, goodbye: bool) -> None:
         """Do nothing: images on a disk stay."""
@@ -113,20 +127,58 @@ class LocalTier(MemoryTier):
         self._has_warned = True  # of room for a restore, which `_left` of that time decides
 
         def describe() -> list[Any]:
-            return [job_of(directory), self._rollbacks()] if self._peers.rank == 0 else []
+            if self._peers.rank != 0:
+                return []
+            self._job = job_of(directory)
+            self._note(self._noted())
+            CheckpointFolder.sync(directory)
+            return [self._job, self._rollbacks()]
 
-        job, rollbacks = on_hosts(self._peers, describe, "images on disk")[0]
+        self._job, rollbacks = on_hosts(self._peers, describe, "images on disk")[0]
         self._branch = len(rollbacks)
         host = self._peers.simulated_host
-        path = os.path.join(self.folder, job if host is None else f"{job}-{host}")
+        path = os.path.join(self.folder, self._job if host is None else f"{self._job}-{host}")
         self._client = ImageFolder(path)  # type: ignore[assignment]
-        self._first_then_others(lambda: make_folder(path) if self._is_first else None, "folders of images")
+
+        def make() -> None:
+            if self._is_first:
+                make_folder(path)
+                self._client.remove_left_overs()  # type: ignore[union-attr]
+
+        self._first_then_others(make, "folders of images")
         if self._peers.has_hosts:
             self._look_for_hosts(path, run)
 
+    def _noted(self) -> int:
+        """Return the newest step that came to the hosts' disks, on rank 0; 0 without one."""
+        with (
+            contextlib.suppress(FileNotFoundError, ValueError),
+            open(os.path.join(self._directory, NEWEST), "rb") as file,
+        ):
+            job, step = file.read(1 << 10).decode("ascii").split()
+            return int(step) if job == self._job else 0
+        return 0
+
+    def _note(self, step: int) -> None:
+        """Make `step` durable as the newest one. It is written in place, so a full directory takes it, too."""
+        fd = os.open(
+            os.path.join(self._directory, NEWEST), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+        with open(fd, "wb", buffering=0) as file:
+            file.write(b"%s %15d\n" % (self._job.encode(), step))
+            os.fsync(fd)
+
+    def _note_later(self, step: int) -> None:
+        """Note it on rank 0. If the directory fails, the step stays durable on the hosts' disks."""
+        try:
+            if self._peers.rank == 0:
+                self._note(step)
+        except OSError as error:
+            _logger.warning("'%s' cannot note step %d: %s", self._directory, step, in_words(error))
+
     def _look_for_hosts(self, path: str, run: str) -> None:
         """Raise CheckpointError on all ranks if hosts see one another's folders. Collective."""
-        mark = f".host-{run}-"
+        mark = f"{_HOST_MARK}{run}-"
         mine = os.path.join(path, f"{mark}{self._host}")
 
         def look() -> None:
@@ -161,8 +213,9 @@ class LocalTier(MemoryTier):
     # saving -----------------------------------------------------------------------------------------------------------
 
     def _finish(self, image: Image, table: Table) -> None:
-        self._sync_thread = threading.Thread(target=self._sync, args=(image, table), name="sw-local", daemon=True)
-        self._sync_thread.start()
+        thread = threading.Thread(target=self._sync, args=(image, table), name="sw-local", daemon=True)
+        thread.start()
+        self._sync_thread = thread
 
     def _sync(self, image: Image, table: Table) -> None:
         """Make what this rank wrote durable, then its table."""
@@ -170,7 +223,8 @@ class LocalTier(MemoryTier):
             os.fsync(image.fd)
             image.write(self._index, table)
             os.fsync(image.fd)
-        except (OSError, ValueError, CheckpointError) as error:
+            self._note_later(table.head["step"])
+        except Exception as error:
             self._failure = f"a step cannot be written to '{self.folder}': {in_words(error)}"
 
     @property
@@ -219,9 +273,15 @@ class LocalTier(MemoryTier):
     def _pass_over(self, step: int) -> None:
         self._lost.add(step)
 
-    def lost_after(self, step: int, torn: Sequence[int]) -> int | None:
-        """Return the newest step after `step` that was saved here, or whose copy in `torn` was cut off; None without one."""
-        lost = [each for each in {*self._lost, *torn} if each > step]
+    def lost_after(self, step: int, listed: Sequence[int], torn: Sequence[int]) -> int | None:
+        """Return the newest step after `step` that was saved here and is not `listed`, or whose copy in `torn` was cut off.
+
+        None without one, and while an image cannot be read: what is in it may not be lost. Collective."""
+        if not self._has_seen_all:
+            return None
+        is_first = self._peers.rank == 0
+        noted = self._peers.exchange(self._noted() if is_first else 0, "the newest step on the hosts' disks")[0]
+        lost = [each for each in {*self._lost, *torn, *({noted} - {*listed})} if each > step]
         if lost and self._peers.rank == 0:
             _logger.warning(
                 "step %d is lost: its save ended before '%s' had it, and the hosts that are here do not have it whole in '%s'; "
@@ -233,6 +293,7 @@ class LocalTier(MemoryTier):
     def forget_after(self, step: int) -> None:
         super().forget_after(step)
         self._lost.clear()
+        self._note_later(step)
 
     def progress(self) -> dict[str, int]:
         return {"local_step": 0 if self._last is None else self._last[1], "local_bytes": self.kept_bytes}

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..._engine import CheckpointError, CheckpointPlan, CheckpointSaver
+from ..._engine import CheckpointError, CheckpointFolder, CheckpointPlan, CheckpointSaver
 from ..folder.retention import branch_of
 from ..peers import Peers
 from .buddies import Buddies
@@ -56,6 +56,7 @@ class MemoryTier:
         self._directory, self._branch = directory, 0  # number of rollbacks so far
         self._files_of = functools.lru_cache(maxsize=2)(_files_of)
         self._has_warned = self.are_ready = False
+        self._has_seen_all = True  # images of all hosts, in the last candidates()
         self.answers: list[Any] = []
         self.skipped = self.kept_bytes = self.fetched_bytes = 0
         self._saver = CheckpointSaver(peers.rank, peers.world_size, threads=threads)
@@ -221,7 +222,7 @@ class MemoryTier:
         self._last = slot, step
         try:
             self._write(image, step, nonce, content)
-        except (CheckpointError, MemoryError, OSError, ValueError) as error:
+        except Exception as error:
             self._failure = f"a step cannot be copied: {error}"
             return None
         if self._buddies is not None:
@@ -310,13 +311,9 @@ class MemoryTier:
         if self.off:
             return []
         self.wait()
-        mine: list[Any] = []
-        if self._is_first:
-            try:
-                mine = self._look()
-            except (CheckpointError, OSError) as error:
-                _logger.warning("steps in memory cannot be read: %s", error)
-        images_of, noted = zip(*self._peers.exchange([mine, self._rollbacks()], "steps in memory"))
+        mine = [*(self._look() if self._is_first else ([], True)), self._rollbacks()]
+        images_of, have_seen, noted = zip(*self._peers.exchange(mine, "steps in memory"))
+        self._has_seen_all = all(have_seen)
         found: dict[Any, dict[int, dict[str, list[int]]]] = {}
         for rank, images in enumerate(images_of):
             for name, key, ranks in images:
@@ -336,15 +333,25 @@ class MemoryTier:
     def _pass_over(self, step: int) -> None:
         """Hear of a step that the hosts do not have whole."""
 
-    def _look(self) -> list[tuple[str, list[Any], list[int]]]:
-        """Return (image, [step, nonce, world size, data, branch], ranks) of this host's valid tables."""
+    def _look(self) -> tuple[list[tuple[str, list[Any], list[int]]], bool]:
+        """Return (image, [step, nonce, world size, data, branch], ranks) of this host's valid tables, and if each image was read."""
         found: dict[Any, list[int]] = {}
-        for name in self._guardian.ask("list")[0]["names"]:
-            with contextlib.closing(Image.open(self._guardian, name)) as image:
-                for table in image.each_table():
-                    key = tuple(table.head[each] for each in ("step", "nonce", "world_size", "data", "branch"))
-                    found.setdefault((name, key), []).append(table.head["rank"])
-        return [(name, [*key], ranks) for (name, key), ranks in found.items()]
+        errors: list[Exception] = []
+        with self._collected(errors):
+            for name in self._guardian.ask("list")[0]["names"]:
+                with self._collected(errors), contextlib.closing(Image.open(self._guardian, name)) as image:
+                    for table in image.each_table():
+                        key = tuple(table.head[each] for each in ("step", "nonce", "world_size", "data", "branch"))
+                        found.setdefault((name, key), []).append(table.head["rank"])
+        return [(name, [*key], ranks) for (name, key), ranks in found.items()], not errors
+
+    @contextlib.contextmanager
+    def _collected(self, errors: list[Exception]) -> Iterator[None]:
+        try:
+            yield
+        except (CheckpointError, OSError) as error:
+            errors.append(error)
+            _logger.warning("steps %s cannot be read: %s", self.where, error)
 
     def assemble(self, chosen: Candidate, opened: contextlib.ExitStack) -> Source:
         """Open an image of a candidate on each host, until `opened` ends. An error is equal on all ranks. Collective."""
@@ -426,20 +433,32 @@ def _files_of(plan: CheckpointPlan) -> list[tuple[str, int, int]]:
 
 
 def job_of(directory: str) -> str:
-    """Return the name of the directory's guardians. Made at first use, and again for a copy of another directory."""
+    """Return the name of what hosts hold of the directory's steps. Durable. Made at first use, and again for a copy of another one."""
     path = os.path.join(directory, JOB)
-    # f_fsid distinguishes directories on all hosts; st_dev of a network file system differs between hosts
-    place = [os.statvfs(directory).f_fsid, os.stat(directory).st_ino]
-    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError), open(path, encoding="ascii") as file:
-        answers = json.load(file)
-        found = str(answers["job"])
-        if len(bytes.fromhex(found)) == _JOB_BYTES and answers["place"] == place:
-            return found
+    folder = os.stat(directory).st_ino
+    try:
+        with open(path, encoding="ascii") as file:
+            answers = json.load(file)
+            found, place = str(answers["job"]), answers["place"]
+            if len(bytes.fromhex(found)) != _JOB_BYTES:
+                raise ValueError(f"it has the job {found!r}")
+            # inodes tell copies apart; a device's number, which f_fsid may have, is another one after a reboot
+            if place == [folder, os.fstat(file.fileno()).st_ino]:
+                return found
+    except FileNotFoundError:
+        pass
+    except (ValueError, KeyError, TypeError) as error:
+        _logger.warning(
+            "'%s' is damaged (%s): steps that hosts hold under its name are not found any more", path, error
+        )
     made = secrets.token_hex(_JOB_BYTES)
     fd = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(fd, "w", encoding="ascii") as file:
-        json.dump({"job": made, "place": place}, file)
+        json.dump({"job": made, "place": [folder, os.fstat(fd).st_ino]}, file)
+        file.flush()
+        os.fsync(fd)
     os.replace(f"{path}.new", path)
+    CheckpointFolder.sync(directory)
     return made
 
 
