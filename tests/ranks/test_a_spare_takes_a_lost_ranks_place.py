@@ -96,7 +96,8 @@ def spared(
                 train_step(model, optimizer, vocabulary, step, place)
                 if place == "save":
                     die()
-                checkpoints.save(step, every=every)
+                if checkpoints.save(step, every=every) and memory_every is None:
+                    checkpoints.wait()
     except SystemExit as end:
         return f"left with {end.code}", seen
     except sw.Error as error:
