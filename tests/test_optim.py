@@ -982,3 +982,23 @@ def test_clipping_takes_gradients_of_any_strides() -> None:
     parameter.grad = torch.ones(2, 6)[:, ::2]
     assert sw.clip_grad_norm_([parameter], 1.0) == torch.tensor(6.0).sqrt()
     assert torch.equal(parameter.grad, torch.ones(2, 3) * (1.0 / (6.0**0.5 + 1e-6)))
+
+
+def test_records_are_what_the_format_says() -> None:
+    """docs/format.md, in plain numbers."""
+
+    def value(code: int, exponent: int, signed: bool) -> float:
+        sign, c, first = (-1.0 if code >> 7 else 1.0, code & 127, -9) if signed else (1.0, code, -17)
+        if c == (127 if signed else 255):
+            return math.nan
+        part = c * 2.0**first if c < 16 else (16 + c % 16) * 2.0 ** (c // 16 + first - 1)
+        return sign * part * 2.0 ** (exponent - 127)
+
+    for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        codes, exponents = (
+            torch.arange(256, dtype=torch.uint8).reshape(8, 32),
+            torch.full((8, 1), 130, dtype=torch.uint8),
+        )
+        found = moments.decoded(torch.cat([codes, exponents], 1), key, 256)
+        expected = torch.tensor([value(code, 130, signed) for code in range(256)])
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

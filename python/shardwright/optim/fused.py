@@ -367,7 +367,8 @@ class AdamW(_AdamStep, torch.optim.AdamW):
         The dtype of both moments: bfloat16, float32, or "int8": 8 bits an element, and 8 for each 32 elements, from a
         parameter's first one on. Second moments in bfloat16, both in "int8", and with `master=False` bfloat16
         parameters, are then rounded at random: up with the probability of the part dropped. To nearest, a second moment
-        would never decay, and a parameter would lose small updates. Not with `amsgrad`, nor in a GPU's kernels.
+        would never decay, and a parameter would lose small updates. Not with `amsgrad`, nor in a GPU's kernels. With "int8"
+        second moments below 2^-17 of the largest of their 32 are raised to that, and 2^127 makes a parameter NaN.
     seed : int, default 0
         The seed of random rounding, in [0, 2**64). The random bits of an element depend on the seed, its step, its
         place in its parameter and the place of that in the groups: not on the stage or world size.
