@@ -18,6 +18,7 @@ import pytest
 import shardwright as sw
 import torch
 import torch.distributed.checkpoint as dcp
+from shardwright.optim import moments
 from shardwright.options.name_map import NameMap
 from shardwright_tools import convert
 from shardwright_tools.cli import main
@@ -92,6 +93,25 @@ def test_dcp_folders_go_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[
     torch.distributed.checkpoint.state_dict.set_optimizer_state_dict(*again, state["optim"])
     assert_same(again, (model, optimizer))
     assert state["step"] == 4 and len(os.listdir(tmp_path)) == 8
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp", "deepspeed-universal"])
+def test_moments_in_blocks_of_int8_leave_as_float32(tmp_path: Path, to: str) -> None:
+    model = torch.nn.Linear(5, 3)
+    optimizer = sw.optim.AdamW(model.parameters(), state_dtype="int8")
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    sw.save(tmp_path / "saved", model, optimizer)
+    assert run("export", tmp_path / "saved", tmp_path / "out", "--to", to) == 0
+    expected = moments.decoded(optimizer.state[model.weight]["exp_avg"], "exp_avg", 15).reshape(3, 5)
+    plain = torch.nn.Linear(5, 3)
+    wide = torch.optim.AdamW(plain.parameters())
+    if to == "torch":
+        wide.load_state_dict(torch.load(tmp_path / "out", weights_only=True)["optimizer"])
+    else:
+        assert run("import", tmp_path / "out", tmp_path / "again") == 0
+        sw.load(tmp_path / "again", plain, wide)
+    assert torch.equal(wide.state[plain.weight]["exp_avg"], expected) and expected.any()
 
 
 def test_torch_files_and_safetensors_go_both_ways(tmp_path: Path) -> None:

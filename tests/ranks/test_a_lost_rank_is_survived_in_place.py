@@ -116,14 +116,19 @@ def outcomes_of(team, dead, limit_s=60):
     return [outcome.value for outcome in outcomes if outcome.rank not in dead]
 
 
-@pytest.fixture(scope="module")
-def expected(teams):
-    """Digests of a run whose starts have 4, 3 and 2 ranks."""
+def restarted(teams, *starts):
+    """Return the digests of a run after starts of (ranks, first step, stop)."""
     with tempfile.TemporaryDirectory() as folder:
-        for world_size, begin, stop in ((4, 0, 5), (3, 5, 8), (2, 8, STOP)):
+        for world_size, begin, stop in starts:
             with teams.fresh(world_size) as team:
                 found = team.run(again, folder=folder, begin=begin, stop=stop)
         return found[0]
+
+
+@pytest.fixture(scope="module")
+def expected(teams):
+    """Digests of a run whose starts have 4, 3 and 2 ranks."""
+    return restarted(teams, (4, 0, 5), (3, 5, 8), (2, 8, STOP))
 
 
 @pytest.mark.parametrize("turn", range(len(STAGES)))

@@ -312,14 +312,20 @@ def test_a_file_system_that_ends_early_is_named_once(rank, world_size):
     assert said == [words] * (rank == 0)
 
 
-@on_every_rank(at_least=3)
-def test_a_damaged_image_is_passed_over(rank, world_size):
+def saved_twice(rank):
+    """Return a folder with two steps in both places, and the model and optimizer."""
     folder = shared_folder(rank)
     pair = training()
     with sw.Checkpointer(f"{folder}/shared", *pair, local=f"{folder}/local") as checkpoints:
         for step in range(2):
             fill(*pair, step + 1)
             checkpoints.save(step)
+    return folder, pair
+
+
+@on_every_rank(at_least=3)
+def test_a_damaged_image_is_passed_over(rank, world_size):
+    folder, pair = saved_twice(rank)
     with sw.Checkpointer(f"{folder}/shared", *pair, local=f"{folder}/local") as checkpoints:
         if rank == 0:
             for image in (Image.open(checkpoints._local._client, name) for name in ("own-0", "own-1")):
@@ -333,12 +339,7 @@ def test_a_damaged_image_is_passed_over(rank, world_size):
 
 @on_every_rank(at_least=3)
 def test_an_image_that_cannot_be_read_hides_no_other(rank, world_size):
-    folder = shared_folder(rank)
-    pair = training()
-    with sw.Checkpointer(f"{folder}/shared", *pair, local=f"{folder}/local") as checkpoints:
-        for step in range(2):
-            fill(*pair, step + 1)
-            checkpoints.save(step)
+    folder, pair = saved_twice(rank)
     if rank == 0:
         (at,) = os.listdir(f"{folder}/local")
         for name in ("whole.1048576.0.image", ".host-0-1", "own-0.1048576.3.image.new"):  # by a start that was killed

@@ -2,6 +2,7 @@
 between two steps; and one that does not fit says why.
 """
 
+import datetime
 import os
 import tempfile
 import time
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from internals import Board, leave, own_member, spares
 from peer import PEER, sw
-from test_a_lost_rank_is_survived_in_place import STAGES, again, die, digest, outcomes_of, prepare, train_step
+from test_a_lost_rank_is_survived_in_place import STAGES, die, digest, outcomes_of, prepare, restarted, train_step
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 RANKS, STOP = 3, 8
@@ -113,18 +114,13 @@ def spared(
 
 @pytest.fixture(scope="module")
 def undisturbed(teams):
-    with tempfile.TemporaryDirectory() as folder, teams.fresh(RANKS) as team:
-        return team.run(again, folder=folder, begin=0, stop=STOP)[0]
+    return restarted(teams, (RANKS, 0, STOP))
 
 
 @pytest.fixture(scope="module")
 def grown(teams):
     """Digests of a run whose starts have 3, 2 and 3 ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        for world_size, begin, stop in ((3, 0, 2), (2, 2, 6), (3, 6, STOP)):
-            with teams.fresh(world_size) as team:
-                found = team.run(again, folder=folder, begin=begin, stop=stop)
-        return found[0]
+    return restarted(teams, (3, 0, 2), (2, 2, 6), (3, 6, STOP))
 
 
 @pytest.mark.parametrize("turn", range(len(STAGES)))
@@ -256,7 +252,8 @@ def test_a_spare_of_another_program_or_torch_is_one_sentence(fresh_ranks, what, 
 def alone(rank, world_size, folder, why):
     """A spare whose ranks have ended, or whose folder of attempts is that of an earlier start."""
     leave()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    limit = datetime.timedelta(seconds=1 if why == "late" else 60)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     model, optimizer, _ = prepare(1)
     with sw.Checkpointer(folder, model, optimizer) as checkpoints:
         with pytest.raises(ValueError, match="spares=1 needs `shardwright rank`"):
@@ -268,7 +265,7 @@ def alone(rank, world_size, folder, why):
         os.mkdir(f"{folder}/attempts")
         member = member._replace(start=1)
     spares._begun = 1
-    spares.publish(spares.Job(f"{folder}/attempts", [member] * 3, "gloo", 60.0, {}))
+    why == "late" or spares.publish(spares.Job(f"{folder}/attempts", [member] * 3, "gloo", 60.0, {}))
     spares._begun = 0
     with sw.Checkpointer(folder, model, optimizer) as checkpoints, pytest.raises(sw.Error) as caught:
         next(sw.steps(checkpoints, 2))
@@ -277,7 +274,11 @@ def alone(rank, world_size, folder, why):
 
 @pytest.mark.parametrize(
     ("why", "sentence"),
-    [("ended", "all 3 ranks have ended while a spare"), ("removed", "a later start of the job has removed")],
+    [
+        ("ended", "all 3 ranks have ended while a spare"),
+        ("removed", "a later start of the job has removed"),
+        ("late", "waited 1 s for the ranks of its job to come to sw.steps"),
+    ],
 )
 def test_a_spare_without_its_ranks_is_one_sentence(fresh_ranks, why, sentence):
     with tempfile.TemporaryDirectory() as folder, fresh_ranks(1) as team:

@@ -90,6 +90,7 @@ def steps(
     spares : int
         For so many lost ranks the others wait, up to `wait_s`, until a spare takes the place: the number of ranks, and with it the
         bits, stay. A spare that waits already is taken in any case. Needs `shardwright rank`, which starts spares and restarts ranks.
+        Spares serve the first loop of a program, and end with it.
 
     Yields
     ------
@@ -166,7 +167,9 @@ class _Job:
     def __init__(self, checkpointer: Checkpointer, min_ranks: int, wait_s: float, spares: int) -> None:
         self._checkpointer, self._tries, self._number = checkpointer, _TRIES, -1
         peers, training = checkpointer._peers, checkpointer._training
-        found = waiting.begin_loop()
+        timeout = group_timeout(dist.group.WORLD)
+        found = waiting.begin_loop(timeout.total_seconds())
+        self._seeded = torch.get_rng_state()  # of a spare, as it takes a place
         size = peers.world_size if found is None else len(found.members)
 
         def check() -> tuple[dict[str, int], None]:
@@ -195,14 +198,12 @@ class _Job:
         if found is None:
             folder = peers.first(self._make_folder, "the folder of attempts")
             members = [Member(*each) for each in peers.exchange(own_member(), "processes of ranks")]
-            found = waiting.Job(
-                folder, members, dist.get_backend(), group_timeout(dist.group.WORLD).total_seconds(), {}
-            )
+            found = waiting.Job(folder, members, dist.get_backend(), timeout.total_seconds(), {})
             if own == 0:
                 waiting.publish(found)
-        limits: dict[str, Any] = {"least": min_ranks, "wait_s": wait_s, "awaited": spares, "backend": found.backend}
-        timeout = timedelta(seconds=found.timeout_s)
-        self._ranks = Regroup(found.folder, found.members, own, timeout=timeout, **limits)
+        awaited = spares if waiting.can_come() else 0
+        limits: dict[str, Any] = {"least": min_ranks, "wait_s": wait_s, "awaited": awaited, "backend": found.backend}
+        self._ranks = Regroup(found.folder, found.members, own, timeout=timedelta(seconds=found.timeout_s), **limits)
 
     def _make_folder(self) -> str:
         """Return a new folder of attempts, in place of earlier ones."""

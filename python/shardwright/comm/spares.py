@@ -57,16 +57,22 @@ def _note(path: str, state: str) -> None:
     os.replace(f"{path}.new", path)
 
 
-def begin_loop() -> Job | None:
-    """Count a loop. In a spare, wait for its ranks and return their job. Error: they run another program, or torch."""
+def begin_loop(timeout_s: float) -> Job | None:
+    """Count a loop. In a spare, wait for its ranks and return their job. Error: they are late, or run another program or torch."""
     global _begun
     _begun += 1
     if not is_waiting():
         if SLOT in os.environ:
             _note(os.environ[SLOT], "runs")
         return None
-    loops = _loops()
+    loops, parent, until = _loops(), os.getppid(), time.monotonic() + timeout_s
     while not (said := loops.said()) or max(map(int, said)) < _begun:
+        if os.getppid() != parent:
+            raise SystemExit(0)  # what has started it has ended, and `shardwright rank` with it
+        if time.monotonic() > until:
+            raise Error(
+                f"a spare, process {os.getpid()}, waited {timeout_s:g} s for the ranks of its job to come to sw.steps or sw.survive"
+            )
         time.sleep(_LOOK_S)
     if max(map(int, said)) > _begun:  # the others have left this loop, and this process cannot come to theirs
         raise SystemExit(0)
@@ -79,6 +85,11 @@ def begin_loop() -> Job | None:
                 "the place of one"
             )
     return job
+
+
+def can_come() -> bool:
+    """Return True in the first loop of a program. Spares end with it, and a program that starts again does not come to a later one."""
+    return _begun == 1
 
 
 def publish(job: Job) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import secrets
 import shutil
@@ -18,6 +19,7 @@ from shardwright.checkpoint.state.content import IN_PARTS, MODEL_METADATA, Group
 from shardwright.checkpoint.state.names import plain
 from shardwright.checkpoint.state.stored import Stored, stored_tensors
 from shardwright.formats import tree
+from shardwright.optim import moments
 
 from .contents import Contents, Lazy, durable_file, lazily
 
@@ -47,6 +49,9 @@ def read_folder(path: str) -> Contents:
     if "optimizer.json" in folder.files:
         body = tree.decode(_tree(folder, "optimizer.json"), lazy["optimizer"])  # type: ignore[arg-type]
         contents.groups, contents.state = body["groups"], body["state"]
+        for name, entries in contents.state.items():
+            if name in lazy["model"]:
+                entries |= {key: _widened(key, value, lazy["model"][name].shape) for key, value in entries.items()}
         if body.get("further"):
             contents.extra["optimizer_further"] = body["further"]
     return contents
@@ -65,6 +70,15 @@ def _lazy(folder: CheckpointFolder, stored: Stored) -> Lazy:
         return memory
 
     return Lazy(stored.torch_dtype, tuple(shape), read, stored.path, part)
+
+
+def _widened(key: str, value: Any, shape: tuple[int, ...]) -> Any:
+    """Return a moment in blocks of int8 as the float32 tensor that other programs know; anything else as it is."""
+    numel = math.prod(shape)
+    records = (moments.blocks(numel), moments.RECORD)
+    if key not in moments.FORMS or not isinstance(value, Lazy) or (value.dtype, value.shape) != (torch.uint8, records):
+        return value
+    return Lazy(torch.float32, shape, lambda: moments.decoded(value.read(), key, numel).reshape(shape), value.file)
 
 
 def _tree(folder: CheckpointFolder, path: str) -> Any:

@@ -212,8 +212,9 @@ class MemoryTier:
     ) -> Image | None:
         """Copy this rank's share of a step, `content`, after is_due(), on all ranks. Return its image; None if it cannot be copied.
 
-        An error ends the tier at the next step. The same `layout` object means equal plans, on all ranks. share(), called for a new one, returns this rank's bytes and
-        True if a restore reads only its slices. `content` has the plans, sources and device of CheckpointSaver.keep().
+        An error ends the tier at the next step. The same `layout` object means equal plans, on all ranks. share(), called for a
+        new one, returns this rank's bytes and True if a restore reads only its slices. `content` has the plans, sources and device
+        of CheckpointSaver.keep().
         """
         slot = 0 if self._complete is None else (self._complete[0] + 1) % SLOTS
         image = self._image(slot, layout, content["shared"], share, content["own"])
