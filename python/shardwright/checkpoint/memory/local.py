@@ -25,8 +25,8 @@ from .tier import MemoryTier, job_of
 
 _logger = logging.getLogger("shardwright")
 _SUFFIX, _HOST_MARK = ".image", ".host-"
-#: file of the checkpoint directory: its job, and the newest step that came to the hosts' disks. Of a host that was replaced
-#: nothing else tells that it has a step which the directory could not take
+#: file of the checkpoint directory: its job, and the newest step that came to the hosts' disks. Nothing else tells that a host
+#: which was replaced has a step that the directory could not take
 NEWEST = "local.step"
 _ROUND_S = 0.5
 
