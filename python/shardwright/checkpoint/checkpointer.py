@@ -383,9 +383,8 @@ class Checkpointer:
                 raise CheckpointError(f"step {step + 1} was not saved: the save before it is still being written")
             return False
         self._settle(f"saves step {step + 1}" if refusal is None else "", refusal)
-        local = (
-            self._local if self._local is not None and self._local.is_due(step + 1, False) else None
-        )  # before a rank may refuse
+        # before a rank may refuse
+        local = self._local if self._local is not None and self._local.is_due(step + 1, False) else None
         if not _is_finite(metric):  # the metric of a peer may be finite: that rank begins
             self._writer.refuse(ValueError(f"metric must be finite, got {metric!r}"))
         try:

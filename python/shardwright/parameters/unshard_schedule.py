@@ -169,7 +169,7 @@ class UnitSchedule:
             for one in each.children()
         }
         for each in module.modules():
-            own = [id(p) for p in each._parameters.values() if id(p) in members]
+            own = dict.fromkeys(id(p) for p in each._parameters.values() if id(p) in members)  # one may have two names
             for key in own:
                 held.setdefault(key, []).append(whole.get(id(each), id(each)))
             if own and each is not module:
