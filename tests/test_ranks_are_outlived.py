@@ -90,10 +90,11 @@ def spare(folder, then):
     return SPARE.format(folder=folder, then=then)
 
 
-def await_(path):
+def await_(path, text):
+    """Wait for a file that says this: a writer's file is empty first."""
     deadline = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline
+    while not path.exists() or path.read_text() != text:
+        assert time.monotonic() < deadline, path.exists() and path.read_text()
         time.sleep(0.02)
 
 
@@ -101,8 +102,7 @@ def test_a_rank_that_is_lost_in_its_steps_comes_back_as_a_spare(tmp_path):
     waits = ENTERS + WAITS.format(go=tmp_path / "go")
     parents = start([waits, spare(tmp_path, "raise SystemExit(0)") + ENTERS + DIES, waits])
     assert "rank 1 ended with code 137, and is started again as a spare" in parents[1].stderr.readline()
-    await_(tmp_path / "slot-1")
-    assert (tmp_path / "slot-1").read_text() == "0 1 0 1\n"
+    await_(tmp_path / "slot-1", "0 1 0 1\n")
     (tmp_path / "free").touch(), (tmp_path / "go").touch()
     assert codes_of(parents) == [0, 0, 0] and not folders(tmp_path)
 
