@@ -312,7 +312,7 @@ def prepare_accelerate(rank: int, world_size: int) -> Callable[[str], nn.Module]
     settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}
     settings |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     os.environ.update({**settings, **{name: str(number) for name, number in numbers.items()}})
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
     from transformers import AutoModelForCausalLM
 
     def load(folder: str) -> nn.Module:
@@ -321,7 +321,9 @@ def prepare_accelerate(rank: int, world_size: int) -> Callable[[str], nn.Module]
             auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         )  # fmt: skip
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-        return accelerator.prepare(AutoModelForCausalLM.from_pretrained(folder))
+        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin  # else DDP, on CPUs
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        return accelerator.prepare(model, torch.optim.SGD(model.parameters()))[0]  # it wants an optimizer with it
 
     return load
 
