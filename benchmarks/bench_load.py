@@ -321,7 +321,10 @@ def prepare_accelerate(rank: int, world_size: int) -> Callable[[str], nn.Module]
             auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         )  # fmt: skip
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin  # else DDP, on CPUs
+        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = (
+            DistributedType.FSDP,
+            plugin,
+        )  # else DDP, on CPUs
         model = AutoModelForCausalLM.from_pretrained(folder)
         return accelerator.prepare(model, torch.optim.SGD(model.parameters()))[0]  # it wants an optimizer with it
 

@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from shardwright.integrations.settings import read_settings
 from shardwright_tools.cli import main
 from shardwright_tools.planner.choose import Work, candidates, choose
-from shardwright_tools.planner.machine import Machine
+from shardwright_tools.planner.forms import FORMS, run_options
+from shardwright_tools.planner.machine import Machine, shown_bytes
 from shardwright_tools.planner.memory import (
     OPTIMIZERS,
     PRECISIONS,
@@ -318,7 +320,7 @@ def test_the_text_has_the_table_the_choice_and_its_reason(config, capsys):
 
 
 def test_nothing_fits_is_said_with_the_remedy(config, capsys):
-    for ranks, memory in (("2", "30GB"), ("1", "60GB")):
+    for ranks, memory in (("2", "22GB"), ("1", "40GB")):
         small = ["plan", config, "--ranks", ranks, "--memory", memory, "--sequence", "512"]
         assert main(small) == 2
         out = capsys.readouterr().out
@@ -651,14 +653,30 @@ def test_a_sequence_beyond_the_context_is_said():
     assert "a sequence of 2048 tokens is longer than the model's context of 1024" in found.notes
 
 
-def test_a_module_larger_than_a_rank_is_said_to_be_built_whole():
+def test_a_module_larger_than_a_rank_is_said_to_be_built_on_meta():
     found = choose(from_config(LLAMA_70B), h100(16), Work(sequence=4096, precision="bf16"))
-    assert found.chosen.zero == 3 and any(
-        "builds the whole module" in note and "282 GB" in note for note in found.notes
-    )
+    assert found.chosen.zero == 3 and any("meta device" in note and "282 GB" in note for note in found.notes)
     assert not any(
-        "builds the whole" in note for note in choose(from_config(LLAMA_8B), h100(), Work(precision="bf16")).notes
+        "meta device" in note for note in choose(from_config(LLAMA_8B), h100(), Work(precision="bf16")).notes
     )
+
+
+def test_parameters_leave_a_memory_that_holds_no_slices():
+    """A law of the last rung: the state alone does not suffice, and a GPU then holds units and one bucket."""
+    shape, work = from_config(LLAMA_70B), Work(sequence=2048, precision="bf16")
+    found = choose(shape, h100(1), work)
+    chosen = found.chosen
+    assert found.nearest is not None and not found.nearest.homes and found.nearest.offload == "cpu"
+    assert chosen.fits and chosen.homes and chosen.memory.parameters == 0 and "parameters and" in found.reason
+    assert chosen.memory.gradients == chosen.memory.buckets > 0
+    assert 'offload={"parameters": "cpu", "optimizer": "cpu"}, device="cuda")' in FORMS["wrap"](chosen, h100(1), work)
+    assert any(f"holds {shown_bytes(shape.numel * 16 // 8)} of each rank" in note for note in found.notes), found.notes
+    zero = json.loads(FORMS["deepspeed"](chosen, h100(1), work))["zero_optimization"]
+    assert zero["offload_param"] == zero["offload_optimizer"] == {"device": "cpu"}
+    words = run_options(chosen, h100(1))
+    place = {"parameters": "cpu", "optimizer": "cpu"}
+    assert read_settings(words) == {"zero": 3, "wrap_options": {"offload": place}}
+    assert all(not each.homes for each in candidates(shape, h100(1), dataclasses.replace(work, tp=2)))
 
 
 def test_a_launch_file_of_what_does_not_fit_is_marked(config, capsys):
@@ -677,7 +695,10 @@ def test_a_row_adds_up_and_names_its_parts(config, capsys):
         parts = ("parameters", "units", "gradients", "state", "buffers", "activations", "workspace", "runtime")
         assert held["total"] == sum(held[name] for name in parts)
         assert (held["buckets"] > 0) == (row["zero"] >= 2) and (held["masters"] > 0) == (row["offload"] is None)
-        assert held["buckets"] < held["gradients"] and held["masters"] <= held["state"]
+        assert held["buckets"] <= held["gradients"] and held["masters"] <= held["state"]
+        assert (held["buckets"] < held["gradients"]) == (not row["homes"]) and (held["parameters"] > 0) == (
+            not row["homes"]
+        )
     assert main(words[:-1]) == 0
     text = capsys.readouterr().out
     assert "4.02 GB of its state are float32 masters." in text and "The same takes 102 GB in fp32, " in text

@@ -3,6 +3,7 @@ memory that its processes then use."""
 
 import ctypes
 import gc
+import os
 
 import pytest
 import torch
@@ -58,7 +59,26 @@ def plan_of(module, world_size, options, precision="fp32", optimizer="adamw"):
         optimizer=optimizer,
         on_gpu=False,
         shared=options.get("share_parameters", True) and options["zero"] == 3,
+        offload=(options.get("offload") or {}).get("parameters"),
+        homes="offload" in options,
     )
+
+
+@on_every_rank()
+def test_the_plan_of_parameters_in_files_is_what_describe_says(rank, world_size):
+    place = "nvme:" + os.environ["SW_TEST_FOLDER"]
+    options = {**STAGES["3, private"], "offload": {"parameters": place, "optimizer": place}}
+    for precision, given in (("fp32", {}), ("bf16", {"precision": "bf16"})):
+        module = MODELS["wide vocabulary"]()
+        planned = plan_of(module, world_size, options, precision)
+        wrapped = sw.wrap(module, sw.optim.AdamW(module.parameters()), **options, **given)
+        said = sw.describe()["models"][-1]
+        assert planned.parameters == 0 and planned.gradients == pytest.approx(said["gradient_bytes"], rel=0.02)
+        assert said["planned_bytes"] - planned.buffers == pytest.approx(
+            planned.model_state - planned.buffers, rel=0.02
+        ), (planned, said)
+        gather(None)
+        del wrapped
 
 
 @pytest.mark.parametrize("name", MODELS)

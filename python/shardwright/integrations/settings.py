@@ -4,6 +4,7 @@ The text is an argument of the program or the value of SHARDWRIGHT_OPTIONS, whic
 
     zero2
     zero=3,compress=int8,share_parameters=false
+    zero=3,offload={"parameters":"cpu","optimizer":"cpu"}
     options.yaml                                    (or .json: a mapping of the same names)
 """
 
@@ -20,11 +21,15 @@ from ..options.options import Options
 
 VARIABLE = "SHARDWRIGHT_OPTIONS"
 _OWN = ("zero", "compress", "partition")
+#: not one inside a value of several parts
+_COMMA = re.compile(r",(?![^{]*\})")
 
 
 def read_settings(text: str) -> dict[str, Any]:
     """Parse a text into arguments of Accelerator. Raise ValueError or TypeError for another form, name or value."""
-    found = read_mapping(text) if text.endswith((".yaml", ".yml", ".json")) else dict(map(_read_item, text.split(",")))
+    found = (
+        read_mapping(text) if text.endswith((".yaml", ".yml", ".json")) else dict(map(_read_item, _COMMA.split(text)))
+    )
     if "compress" in found:
         found["compress"] = compressor_named("compress", found["compress"])
     Options.from_keywords(found)

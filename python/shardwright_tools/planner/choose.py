@@ -9,7 +9,7 @@ from typing import Any
 from shardwright.layout.rank_memory import Memory
 
 from .machine import Machine, shown_bytes
-from .memory import PRECISIONS, activation_bytes, state_of, workspace_bytes
+from .memory import OPTIMIZERS, PRECISIONS, activation_bytes, state_of, workspace_bytes
 from .shape import PlanError, Shape
 
 #: bytes per rank that the context of a GPU and NCCL's communicators take; on CPUs the interpreter and torch
@@ -47,12 +47,20 @@ class Candidate:
     fits: bool
     over: int  # bytes beyond the memory, negative if it fits
     shared: bool = False
+    homes: bool = False  # parameters lie where the state does
+
+    @property
+    def offload_value(self) -> str:
+        """Return the text of wrap's offload=."""
+        place = f'"{self.offload}"'
+        return f'{{"parameters": {place}, "optimizer": {place}}}' if self.homes else place
 
     @property
     def label(self) -> str:
         parts = [f"zero={self.zero}"]
         if self.offload:
-            parts.append(f'offload="{self.offload}"')
+            what = "parameters and state in " if self.homes else "offload="
+            parts.append(f'{what}"{self.offload}"')
         if self.checkpointed:
             parts.append("activation checkpointing")
         parts += [f"{name}={value}" for name, value in (("tp", self.tp), ("pp", self.pp)) if value > 1]
@@ -71,8 +79,9 @@ class Choice:
 
 
 def _candidate(
-    shape: Shape, machine: Machine, work: Work, zero: int, offload: str | None, checkpointed: bool, tp: int, pp: int
-) -> Candidate:
+    shape: Shape, machine: Machine, work: Work, zero: int, offload: str | None, checkpointed: bool, tp: int, pp: int,
+    homes: bool = False,
+) -> Candidate:  # fmt: skip
     precision = PRECISIONS[work.precision]
     ranks = machine.world // (tp * pp)
     shared = zero == 3 and not machine.on_gpu and machine.hosts == 1 and not offload
@@ -85,6 +94,7 @@ def _candidate(
         optimizer=work.optimizer,
         on_gpu=machine.on_gpu,
         offload=offload,
+        homes=homes,
         shared=shared,
         tp=tp,
         pp=pp,
@@ -98,16 +108,17 @@ def _candidate(
     workspace = workspace_bytes(shape, tokens, precision.compute, tp) if kept else 0
     memory = dataclasses.replace(held, activations=kept or 0, workspace=workspace, runtime=runtime)
     over = memory.total - int(_USABLE * machine.memory)
-    return Candidate(zero, offload, checkpointed, tp, pp, memory, over <= 0, over, shared)
+    return Candidate(zero, offload, checkpointed, tp, pp, memory, over <= 0, over, shared, homes)
 
 
 def candidates(shape: Shape, machine: Machine, work: Work) -> list[Candidate]:
     """Return every stage with and without offload and activation checkpointing, at the degrees of `work`."""
     check(shape, machine, work)
     return [
-        _candidate(shape, machine, work, zero, offload, checkpointed, work.tp, work.pp)
+        _candidate(shape, machine, work, zero, offload, checkpointed, work.tp, work.pp, homes)
         for zero in (0, 1, 2, 3)
         for offload in (None, *_offloads(machine, work))
+        for homes in (False, True)[: 1 + (offload is not None and _may_leave(zero, work))]
         for checkpointed in (False, True)[: 1 + shape.is_transformer]
     ]
 
@@ -124,8 +135,8 @@ def _ladder(shape: Shape, machine: Machine, work: Work) -> Iterator[Candidate]:
             for zero in (0, 1, 2, 3):
                 yield _candidate(shape, machine, work, zero, None, checkpointed, tp, pp)
     for offload in _offloads(machine, work):
-        for zero in (2, 3):
-            yield _candidate(shape, machine, work, zero, offload, shape.is_transformer, work.tp, work.pp)
+        for zero, homes in ((2, False), (3, False), (3, True))[: 2 + _may_leave(3, work)]:
+            yield _candidate(shape, machine, work, zero, offload, shape.is_transformer, work.tp, work.pp, homes)
 
 
 def _offloads(machine: Machine, work: Work) -> tuple[str, ...]:
@@ -133,6 +144,11 @@ def _offloads(machine: Machine, work: Work) -> tuple[str, ...]:
     if not work.optimizer.startswith(("adam", "sgd")):
         return ()
     return ("cpu",) if machine.on_gpu else ("nvme:/tmp",)
+
+
+def _may_leave(zero: int, work: Work) -> bool:
+    """Return True if parameters can be at home elsewhere: private zero=3, whose ranks only average gradients."""
+    return zero == 3 and work.tp * work.pp * work.cp * work.ep == 1
 
 
 def _may_slice(shape: Shape, machine: Machine, tp: int, pp: int) -> bool:
@@ -175,7 +191,7 @@ def choose(shape: Shape, machine: Machine, work: Work) -> Choice:
     nearest = min(cheaper, key=lambda each: each.over, default=None)
     seconds, days, batch = _times(shape, machine, work, chosen)
     notes = [*_notes(shape, machine, work, chosen, seconds)]
-    same = (work, 3, chosen.offload, chosen.checkpointed, chosen.tp, chosen.pp)
+    same = (work, 3, chosen.offload, chosen.checkpointed, chosen.tp, chosen.pp, chosen.homes)
     more = (dataclasses.replace(machine, hosts=machine.hosts << k) for k in range(1, 9))
     enough = None if chosen.fits else next((each.hosts for each in more if _candidate(shape, each, *same).fits), None)
     reason = _reason(chosen, machine, enough)
@@ -206,7 +222,8 @@ def _reason(chosen: Candidate, machine: Machine, enough: int | None) -> str:
     if chosen.pp > 1:
         text += f"; layers are cut into {chosen.pp} stages"
     if chosen.offload:
-        text += "; the optimizer's state leaves the rank's memory"
+        what = "parameters and the optimizer's state leave" if chosen.homes else "the optimizer's state leaves"
+        text += f"; {what} the rank's memory"
     return f"{text}. It takes {shown_bytes(chosen.memory.total)} of {memory} per rank."
 
 
@@ -294,9 +311,13 @@ def _notes(shape: Shape, machine: Machine, work: Work, chosen: Candidate, second
     whole = shape.numel * PRECISIONS[work.precision].parameter // (chosen.tp * chosen.pp)
     if chosen.zero == 3 and whole > machine.memory:
         yield (
-            f"each rank builds the whole module before sw.wrap slices it: {shown_bytes(whole)} of host memory per rank, "
-            f"{shown_bytes(whole * machine.ranks)} per host; the budget above is of what remains"
+            f"the module has {shown_bytes(whole)}, more than a rank: build it on the meta device and pass weights= or init= to sw.wrap, "
+            "so that no rank holds it whole (docs/large-models.md)"
         )
+    if chosen.homes and machine.on_gpu:
+        form = PRECISIONS[work.precision]
+        item = form.parameter + form.gradient + form.master + OPTIMIZERS[work.optimizer]
+        yield f"host memory holds {shown_bytes(shape.numel * item // machine.world)} of each rank: slices, their gradients, the state"
     if machine.on_gpu:
         yield "no GPU has run this code yet: bytes on GPUs follow from the layout, not from a measurement"
 

@@ -16,9 +16,11 @@ def wrap_call(chosen: Candidate, machine: Machine, work: Work) -> str:
     precision = PRECISIONS[work.precision]
     words = [f"zero={chosen.zero}", *([precision.call] if precision.call else [])]
     if chosen.offload:
-        words.append(f'offload="{chosen.offload}"')
+        words.append(f"offload={chosen.offload_value}")
     if _is_private(chosen, machine):
         words.append("share_parameters=False")
+    if chosen.homes and machine.on_gpu:
+        words.append('device="cuda"')  # of a module that is on the CPU or the meta device
     before, part = _mesh(chosen, machine, work)
     mesh = f", device_mesh={part}" if part else ""
     if precision.convert:
@@ -62,7 +64,8 @@ def run_options(chosen: Candidate, machine: Machine) -> str:
     """Return the options of `shardwright run`. Raises PlanError if ranks do more than average gradients."""
     if chosen.tp * chosen.pp > 1:
         raise PlanError("--launch accelerate starts data-parallel ranks only: use --launch torchrun with tp or pp")
-    words = [f"zero={chosen.zero}", *([f"offload={chosen.offload}"] if chosen.offload else [])]
+    place = chosen.offload_value.replace(" ", "") if chosen.homes else chosen.offload
+    words = [f"zero={chosen.zero}", *([f"offload={place}"] if chosen.offload else [])]
     if _is_private(chosen, machine):
         words.append("share_parameters=false")
     return ",".join(words)
@@ -127,7 +130,7 @@ def _deepspeed(chosen: Candidate, machine: Machine, work: Work) -> str:
         )
     device, _, folder = (chosen.offload or "").partition(":")
     place = {"device": device, **({"nvme_path": folder} if folder else {})}
-    offload = {"offload_optimizer": place} if device else {}
+    offload = {f"offload_{what}": place for what in ("optimizer", "param")[: 1 + chosen.homes]} if device else {}
     config = {
         "train_micro_batch_size_per_gpu": work.micro_batch,
         "gradient_accumulation_steps": work.accumulate,

@@ -99,6 +99,7 @@ def state_of(
     optimizer: str,
     on_gpu: bool,
     offload: str | None = None,
+    homes: bool = False,
     shared: bool = False,
     tp: int = 1,
     pp: int = 1,
@@ -107,7 +108,8 @@ def state_of(
 ) -> Memory:
     """Return the bytes of a rank's model state. `ranks` average gradients; `host_ranks` of them are on one host.
 
-    `shared`: at zero=3 on CPUs, one copy of the parameters per host instead of gathered units.
+    `shared`: at zero=3 on CPUs, one copy of the parameters per host instead of gathered units. `homes`: parameters lie where
+    `offload` says, too; those of a GPU with their averaged gradients.
     """
     if optimizer not in OPTIMIZERS:
         raise PlanError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
@@ -135,21 +137,24 @@ def state_of(
     leaves = offload and (on_gpu or offload.startswith("nvme"))
     masters, moments = (0, 0) if leaves else (stepped * precision.master, stepped * OPTIMIZERS[optimizer])
     if released:
-        parameters = whole * precision.parameter // ranks
+        parameters = 0 if homes else whole * precision.parameter // ranks
         item = precision.copy or precision.parameter
         held = _unit_bytes(units, numel, item, on_gpu)
-        held += whole * precision.copy // ranks if precision.copy and not on_gpu else 0  # slices as they are gathered
+        held += (
+            whole * precision.copy // ranks if precision.copy and not on_gpu and not homes else 0
+        )  # slices as they are gathered
     else:
         sharers = host_ranks if zero == 3 else 1
         parameters = whole * precision.parameter // sharers
         held = whole * precision.copy // sharers
+    in_flight = gradients - sum(each // slices for each in buckets) if zero >= 2 else 0
     return Memory(
         parameters=parameters,
         units=held,
-        gradients=gradients,
+        gradients=in_flight if homes and on_gpu else gradients,
         state=masters + moments,
         buffers=48 * _MIB if offload and offload.startswith("nvme") else 64 * _MIB if offload and on_gpu else 0,
-        buckets=gradients - sum(each // slices for each in buckets) if zero >= 2 else 0,
+        buckets=in_flight,
         masters=masters,
     )
 
