@@ -24,10 +24,10 @@ LINES = {
     "shardwright/parallel": 6_266,
     "shardwright/parameters": 5_226,
     "shardwright/torch_compat": 1_626,
-    "shardwright_tools": 293,
-    "shardwright_tools/cli": 3_176,
+    "shardwright_tools": 317,
+    "shardwright_tools/cli": 3_185,
     "shardwright_tools/convert": 1_290,
-    "shardwright_tools/doctor": 1_197,
+    "shardwright_tools/doctor": 1_198,
     "shardwright_tools/gpu_check": 1_268,
     "shardwright_tools/planner": 2_315,
 }

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from shardwright_tools.cli import main, page, scale
@@ -206,6 +207,25 @@ def test_what_a_command_has_started_ends_with_it(tmp_path: Path) -> None:
             return
         time.sleep(0.05)
     raise AssertionError(f"{pid} goes on")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_as_a_command_starts_leaves_none_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    started: list[int] = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *words: Any, **given: Any) -> None:
+            super().__init__(*words, **given)
+            started.append(self.pid)
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+        run_child(["/bin/sleep", "300"], {}, lambda: False)
+    assert len(started) == 1 and not os.path.exists(f"/proc/{started[0]}")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_command_that_is_interrupted_says_nothing(tmp_path: Path) -> None:

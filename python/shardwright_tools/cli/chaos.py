@@ -42,6 +42,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..chaos import KINDS, MODULE, OBSERVERS, PLAN_NAME, SOCKET_NAME, VARIABLE, Fault, Plan, mark_of, read_plan
+from ..interrupts import delayed
 
 DESCRIPTION = f"{__doc__}\nKinds of faults:\n" + "\n".join(f"  {kind:6} {what}" for kind, what in KINDS.items())
 EPILOG = "Exit code 0: the job succeeded, and its final parameters equal the reference run's if there was one."
@@ -118,13 +119,16 @@ class Run:
             listener.setblocking(False)
             begin_s = time.monotonic()
             observers = ",".join(filter(None, [os.environ.get(OBSERVERS), MODULE]))
-            process = subprocess.Popen(self._words, env={**os.environ, VARIABLE: folder, OBSERVERS: observers})
+            process: subprocess.Popen[bytes] | None = None
             try:
+                with delayed():
+                    process = subprocess.Popen(self._words, env={**os.environ, VARIABLE: folder, OBSERVERS: observers})
                 while process.poll() is None and time.monotonic() - begin_s < timeout_s:
                     self._receive(listener)
                 code = process.poll()
             finally:
-                self._finish(process)
+                if process is not None:
+                    self._finish(process)
                 self._receive(listener)
                 for _, act in self._later:
                     act()

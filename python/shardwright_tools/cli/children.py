@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
+from ..interrupts import delayed
 from .report import Nothing
 
 _POLL_S = 0.2
@@ -38,18 +39,22 @@ def run_child(
     """
     # a signal that ends this process unwinds, so that the command ends first
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    process = subprocess.Popen(words, env={**os.environ, **environment}, stdout=log, stderr=log, start_new_session=True)
+    process: subprocess.Popen[bytes] | None = None
     try:
+        with delayed():
+            given = {**os.environ, **environment}
+            process = subprocess.Popen(words, env=given, stdout=log, stderr=log, start_new_session=True)
         while process.poll() is None and not is_over():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_S)
         return process.poll()
     finally:
-        _signal_all(process, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_S)
-        _signal_all(process, signal.SIGKILL)
-        process.wait()
+        if process is not None:
+            _signal_all(process, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+            _signal_all(process, signal.SIGKILL)
+            process.wait()
         signal.signal(signal.SIGTERM, before)
 
 

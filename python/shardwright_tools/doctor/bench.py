@@ -19,6 +19,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..interrupts import delayed
+
 if TYPE_CHECKING:
     import torch
 
@@ -69,13 +71,12 @@ def _run(where: str, ranks: int, sizes: tuple[int, ...]) -> list[Row]:
         asked = json.dumps({"where": where, "ranks": ranks, "sizes": sizes, "store": str(Path(folder, "store"))})
         environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", __name__, asked]
-        programs = [
-            subprocess.Popen(
-                [*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-            for rank in range(ranks)
-        ]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        programs: list[subprocess.Popen[str]] = []
         try:
+            for rank in range(ranks):
+                with delayed():
+                    programs.append(subprocess.Popen([*command, str(rank)], env=environment, **pipes))
             outputs = [program.communicate(timeout=_LIMIT_S) for program in programs]
         finally:
             for program in programs:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..interrupts import delayed
 from .plan import Part, Run, count_kept, limit_s, parts
 from .report import BAD, REPORT, Row, least, row, table, write
 
@@ -157,18 +158,15 @@ def _processes(
     """Return True if the limit passed first, and the exit code of each rank."""
     end = time.monotonic() + max(limit_s, 0.0)
     environment = {**os.environ, **run.environment, "SHARDWRIGHT_GPU_CHECK_TO": str(to.resolve())}
-    started = []
-    for rank in range(run.ranks if limit_s > 0 else 0):
-        spec = {"body": run.body, "rank": rank, "ranks": run.ranks, "arguments": dict(run.arguments)}
-        spec |= {"folder": str(folder), "place": place}
-        command = [*run.prefix, sys.executable, "-m", f"{__package__}.child", json.dumps(spec)]
-        with open(folder / f"output-{rank}", "wb") as output:
-            started.append(
-                subprocess.Popen(
-                    command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-                )
-            )
+    started: list[subprocess.Popen[bytes]] = []
+    own: dict[str, Any] = {"stderr": subprocess.STDOUT, "env": environment, "start_new_session": True}
     try:
+        for rank in range(run.ranks if limit_s > 0 else 0):
+            spec = {"body": run.body, "rank": rank, "ranks": run.ranks, "arguments": dict(run.arguments)}
+            spec |= {"folder": str(folder), "place": place}
+            command = [*run.prefix, sys.executable, "-m", f"{__package__}.child", json.dumps(spec)]
+            with open(folder / f"output-{rank}", "wb") as output, delayed():
+                started.append(subprocess.Popen(command, stdout=output, **own))
         found = []
         while any(each.poll() is None for each in started) and time.monotonic() < end:
             time.sleep(_POLL_S)
