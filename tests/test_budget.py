@@ -19,7 +19,7 @@ LINES = {
     "shardwright/integrations": 3_258,
     "shardwright/layout": 1_276,
     "shardwright/observe": 1_482,
-    "shardwright/optim": 4_321,
+    "shardwright/optim": 4_326,
     "shardwright/options": 1_177,
     "shardwright/parallel": 6_266,
     "shardwright/parameters": 5_226,

@@ -374,7 +374,7 @@ def _keep_state(engine: Engine, optimizer: Any, inner: Any) -> None:
         route = None if replica.link is None else make_route(replica.group, replica.link, replica.label)
         store = earlier if in_file else None
         if store is None:
-            nbytes = _state_bytes(replica, optimizer, inner, in_file=folder is not None)
+            nbytes = _state_bytes(optimizer, inner, in_file=folder is not None)
             store = make_store(replica.group, folder, replica.label, nbytes)
         store.route = route
         memory = replica.parameters() if replica.zero == 3 and route is None and store.file is not None else None
@@ -391,12 +391,12 @@ def _keep_state(engine: Engine, optimizer: Any, inner: Any) -> None:
     replica.stores.add(store)
 
 
-def _state_bytes(replica: Replica, optimizer: Any, inner: Any, *, in_file: bool = False) -> int:
+def _state_bytes(optimizer: Any, inner: Any, *, in_file: bool = False) -> int:
     """Return the bytes of state of `inner` after a step on each parameter that trains; a file has whole pages."""
-    nbytes = 0
+    nbytes, is_sharded = 0, isinstance(optimizer, ShardedOptimizer)
     for group in optimizer.param_groups:
         for p in group["params"]:
-            piece = optimizer.piece_of(p) if replica.zero else p
+            piece = optimizer.piece_of(p) if is_sharded else held_tensor(p) if is_dtensor(p) else p
             if piece is not None and p.requires_grad:
                 nbytes += sum(in_pages(each) if in_file else each for each in inner.state_nbytes(piece, group))
     return nbytes

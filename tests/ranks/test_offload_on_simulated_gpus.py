@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,6 +74,37 @@ def every_stage(gpus: SimulatedGpus, rank: int, world_size: int, name: str, kind
             model, optimizer = wrap(gpus, build(OPTIMIZERS[name]), **given)
             assert offloaded.train(model, optimizer, rank) == losses, given
             offloaded.assert_same(offloaded.whole(model, optimizer), expected, given)
+
+
+@pytest.mark.parametrize(("kind", "policy"), list(zip(("cpu", "nvme"), POLICIES)))
+def test_rows_of_fully_shard_have_the_bits_of_the_cpu(
+    teams: Any, world_size: int, paths: dict[str, str], kind: str, policy: str
+) -> None:
+    run(teams, world_size, paths, by_rows, kind, policy=policy)
+
+
+def by_rows(gpus: SimulatedGpus, rank: int, world_size: int, kind: str) -> None:
+    small()
+    with gpus.torch_on_cpu():
+        module, optimizer = offloaded.rows("AdamW")
+        losses, expected = offloaded.train(module, optimizer, rank), offloaded.whole(module, optimizer)
+
+    def made(seed: int) -> Any:
+        torch.manual_seed(seed)
+        module = offloaded.Mixed()
+        module.turned = nn.Parameter(module.turned.detach().contiguous())
+        module = gpus.adopt_module(module)
+        sw.fully_shard(module, offload=offload_to(kind, rank), deterministic=True)
+        return module, sw.shard_optimizer(module, OPTIMIZERS["AdamW"](module.parameters()))
+
+    module, optimizer = made(0)
+    assert offloaded.train(module, optimizer, rank) == losses
+    offloaded.assert_same(offloaded.whole(module, optimizer), expected, kind)
+    place = Path(offloaded.folder_of(0, "rows")) / kind
+    sw.save(place, module, optimizer, step=4)
+    module, optimizer = made(1)
+    sw.load(place, module, optimizer)
+    offloaded.assert_same(offloaded.whole(module, optimizer), expected, f"{kind}, loaded")
 
 
 @pytest.mark.parametrize(("zero", "policy", "kind"), some(itertools.product(ALL, POLICIES, ("cpu", "nvme")), 7))

@@ -121,6 +121,39 @@ def test_every_stage_has_the_bits_of_no_offload(rank, world_size, name):
         assert os.listdir(folder) == []
 
 
+def rows(name, **options):
+    module, _ = build(OPTIMIZERS[name])
+    module.turned = nn.Parameter(module.turned.detach().contiguous())  # FSDP2's rule
+    sw.fully_shard(module, **options)
+    return module, sw.shard_optimizer(module, OPTIMIZERS[name](module.parameters()))
+
+
+def rows_loaded(name, place):
+    module, optimizer = rows(name)
+    sw.load(place, module, optimizer)
+    return module, optimizer
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam amsgrad", "SGD momentum", "AdamW bfloat16 moments, master=False"])
+@on_every_rank()
+def test_rows_of_fully_shard_have_the_bits_of_no_offload(rank, world_size, name):
+    small_buffers()
+    folder = folder_of(rank)
+    module, optimizer = rows(name)
+    losses, expected = train(module, optimizer, rank), whole(module, optimizer)
+    module, optimizer = rows(name, offload=f"nvme:{folder}")
+    assert train(module, optimizer, rank) == losses
+    assert_same(whole(module, optimizer), expected, name)
+    assert sw.describe()["models"][-1]["offload"] == f"nvme:{folder}" and optimizer.store.file is not None
+    place = pathlib.Path(os.environ["SW_TEST_FOLDER"], "rows")
+    sw.save(place, module, optimizer, step=4, overwrite=True)
+    loaded, optimizer = rows(name, offload=f"nvme:{folder}")
+    sw.load(place, loaded, optimizer)
+    assert_same(whole(loaded, optimizer), expected, f"{name}, loaded")
+    assert train(loaded, optimizer, rank) == train(*rows_loaded(name, place), rank)
+    assert os.listdir(folder) == []
+
+
 @pytest.mark.parametrize("first", [0, 2, 4])
 @on_every_rank(at_least=3)
 def test_states_are_saved_and_loaded(rank, world_size, first):

@@ -22,6 +22,7 @@ from ..comm.process_group import HostGroup
 from ..layout.views import dense_strides, dtype_name
 from ..parallel.moved_tensors import Pages, in_pages
 from ..torch_compat import cuda
+from ..torch_compat.dtensor import held_tensor, is_dtensor, like_dtensor
 
 _GROWTH_BYTES = 16 << 20
 #: bytes of one of a file's three buffers; 8 MiB a read for AdamW's two arrays
@@ -92,6 +93,9 @@ class StateStore:
 
     def new(self, like: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
         """Return a tensor of the store with the shape and strides of `like`, and True if it lies in new pages of the file, which hold zeros."""
+        if is_dtensor(like):
+            local, is_new = self.new(held_tensor(like), dtype)
+            return like_dtensor(local, like if like.dtype is dtype else torch.empty_like(like, dtype=dtype)), is_new
         file = self.file
         if file is None or like.numel() == 0:
             return torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False), False
@@ -108,9 +112,10 @@ class StateStore:
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
                 continue
+            held = held_tensor(value) if is_dtensor(value) else value
             if self.file is None:
-                state[key] = value if value.device.type == "cpu" else value.cpu()  # which a GPU's queue waits for
-            elif key != "step" and value.numel() and value.data_ptr() not in self._used:
+                state[key] = value if held.device.type == "cpu" else value.cpu()  # which a GPU's queue waits for
+            elif key != "step" and held.numel() and held.data_ptr() not in self._used:
                 state[key] = self.empty(value, value.dtype).copy_(value)
 
     def place(self) -> Any:
