@@ -62,7 +62,6 @@ SW_BIND_FIRST(pthread_create)
 SW_BIND_FIRST(pthread_join)
 SW_BIND_FIRST(pthread_mutex_trylock)
 SW_BIND_FIRST(pthread_once)
-SW_BIND(pthread_setname_np, "GLIBC_2.12")
 #endif
 
 #if __GLIBC_PREREQ(2, 38)

@@ -16,6 +16,9 @@
 typedef struct sw_thread {
     pthread_t handle;
     bool is_started;
+    void *(*body)(void *);
+    void *argument;
+    char name[16];
 } sw_thread;
 
 /* Runs body(argument) with every signal blocked, so that handlers run on the program's threads.
