@@ -247,6 +247,16 @@ def _seed() -> None:
         numpy.random.seed(SEED)
 
 
+_changed: list[tuple[Any, str, Any]] = []
+
+
+def change(where: Any, **values: Any) -> None:
+    """Set attributes of a module until the end of this body: the next one runs in the same processes."""
+    for name, value in values.items():
+        _changed.append((where, name, getattr(where, name)))
+        setattr(where, name, value)
+
+
 def _answer(connection: multiprocessing.connection.Connection, rank: int, world_size: int) -> bool:
     """Runs one body and sends its outcome. False when the parent is gone."""
     try:
@@ -268,6 +278,10 @@ def _answer(connection: multiprocessing.connection.Connection, rank: int, world_
             raise
         outcome.error = f"{type(error).__name__}: {error}"
         outcome.trace = "".join(traceback.format_exception(error))
+    finally:
+        while _changed:
+            where, name, value = _changed.pop()
+            setattr(where, name, value)
     outcome.finished = True
     outcome.seconds = time.monotonic() - start
     outcome.threads = len(os.listdir("/proc/self/task"))

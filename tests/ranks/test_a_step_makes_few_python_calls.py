@@ -27,6 +27,8 @@ CROSSED = {"zero=0": (7, 22), "zero=2": (13, 58), "zero=3": (18, 97), "fully_sha
 def check(found: dict[str, Counts], most: tuple[int, ...]) -> str:
     """Format the counts in one line."""
     for (phase, counts), bound in zip(found.items(), most, strict=True):
+        for name in [each for each in counts.calls if each.startswith("torch_compat/interrupts.py")]:
+            del counts.calls[name]  # as many as a wait takes time, also for a GPU of an earlier test in this process
         assert sum(counts.calls.values()) <= bound, f"{phase}: {counts}\n{counts.calls}\n{counts.engine}"
     lines: list[str] = gather(" ".join(f"{phase} {counts}" for phase, counts in found.items()))
     return lines[0]
@@ -40,9 +42,6 @@ def test_on_the_host(teams: Any, stage: str) -> None:
 def on_host(rank: int, world_size: int, stage: str) -> None:
     """A step has one exchange of bytes for the ranks' agreement. Its outcome travels with the slices."""
     found = profile_step(lambda module: module, **STAGES[stage])
-    for counts in found.values():  # a GPU of an earlier test in this process is still listened for
-        for name in [each for each in counts.calls if each.startswith("torch_compat/interrupts.py")]:
-            del counts.calls[name]
     assert found["step"].engine["HostComm.all_gather_bytes"] == (stage in ("zero=2", "zero=3")), found["step"].engine
     line = check(found, HOST[stage])
     crossed = {name for counts in found.values() for name in counts.calls}

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from harness import on_every_rank
+from harness import change, on_every_rank
 from peer import PEER, batch, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 from torch import nn
@@ -28,7 +28,7 @@ def trained(seed, rank):
 def test_all_ranks_save_to_an_address_and_restore_from_it(rank, world_size):
     from internals import mirror as mirrors
 
-    mirrors._PAUSES_S = (0.01,)
+    change(mirrors, _PAUSES_S=(0.01,))
     folder = shared_folder(rank)
     address, local = f"file://{folder}/remote", {"local_directory": f"{folder}/local"}
     model, optimizer = trained(0, rank)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import test_offloaded_state_has_the_same_bits as offloaded
 import torch
-from harness import at_least_two, gather, in_turn, same_everywhere
+from harness import at_least_two, change, gather, in_turn, same_everywhere
 from internals import offload as state_offload
 from models import Mlp
 from peer import PEER, batch
@@ -29,8 +29,7 @@ OPTIMIZERS = offloaded.OPTIMIZERS
 
 def small() -> None:
     """Force several batches in a step of a small model, in memory and in a file."""
-    state_offload.SLOT_BYTES = 1 << 10
-    state_offload.BUFFER_BYTES = 64 << 10
+    change(state_offload, SLOT_BYTES=1 << 10, BUFFER_BYTES=64 << 10)
 
 
 def offload_to(kind: str, rank: int) -> str:
@@ -317,7 +316,7 @@ def test_a_rank_whose_store_cannot_be_created_is_named_on_all(
 def no_store(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     module, optimizer = build(OPTIMIZERS["AdamW"])
     wrap(gpus, (module, None))  # opens the link
-    state_offload.SLOT_BYTES = 100 if rank == 1 else 1 << 10
+    change(state_offload, SLOT_BYTES=100 if rank == 1 else 1 << 10)
     with pytest.raises((sw.Error, ValueError), match="must be a positive multiple of 256, not 100"):
         wrap(gpus, (module, optimizer), offload="cpu")
     small()

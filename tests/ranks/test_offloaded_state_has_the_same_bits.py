@@ -14,7 +14,7 @@ import tempfile
 
 import pytest
 import torch
-from harness import LONG, gather, in_turn, on_every_rank, same_everywhere
+from harness import LONG, change, gather, in_turn, on_every_rank, same_everywhere
 from models import Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
@@ -102,7 +102,7 @@ def small_buffers():
     """Force several batches in a step of a small model."""
     from internals import offload
 
-    offload.BUFFER_BYTES = 64 << 10
+    change(offload, BUFFER_BYTES=64 << 10)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -260,7 +260,7 @@ class Wide(nn.Module):
 def within_a_limit(rank, world_size, folder, saves):
     from internals import offload
 
-    offload.BUFFER_BYTES = 1 << 20
+    change(offload, BUFFER_BYTES=1 << 20)
     ctypes.CDLL(None).mallopt(
         -3, 1 << 20
     )  # M_MMAP_THRESHOLD: freed memory returns to the kernel, so that the limit counts

@@ -15,7 +15,7 @@ import tempfile
 
 import pytest
 import torch
-from harness import LONG, gather, in_turn, on_every_rank, same_everywhere
+from harness import LONG, change, gather, in_turn, on_every_rank, same_everywhere
 from models import Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
@@ -148,7 +148,8 @@ def test_a_module_of_the_meta_device_is_built_in_the_file(rank, world_size):
     from internals import sharded_groups
 
     _, offload = places(rank)
-    found, sharded_groups._SETTLED_BYTES = [], 1 << 10  # pages leave in the middle
+    found = []
+    change(sharded_groups, _SETTLED_BYTES=1 << 10)  # pages leave in the middle
     for place in (None, offload):
         torch.manual_seed(5)
         module = on_meta()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import test_sliced_ranks_may_run_out_of_inputs as uneven
 import torch
-from harness import at_least_two, in_turn, same_everywhere
+from harness import at_least_two, change, in_turn, same_everywhere
 from internals import live_replicas
 from internals import offload as device_offload
 from models import Heads, Mlp
@@ -169,7 +169,7 @@ def test_whole_tensors_and_state_on_the_host(teams: Any, world_size: int, paths:
 
 
 def other_owners(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    device_offload.SLOT_BYTES = 1 << 10
+    change(device_offload, SLOT_BYTES=1 << 10)
 
     def make(parameters: Any) -> Any:
         return sw.optim.AdamW(parameters, lr=1e-2)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import test_whole_tensors_are_stepped_on_by_their_owners as whole
 import torch
-from harness import LONG, gather, in_turn, same_everywhere
+from harness import LONG, change, gather, in_turn, same_everywhere
 from internals import offload as device_offload
 from models import Heads, Mlp
 from peer import PEER, batch
@@ -173,7 +173,7 @@ def test_owners_keep_their_state_on_the_host(teams: Any, world_size: int, paths:
 
 
 def offloaded(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    device_offload.SLOT_BYTES = 1 << 10
+    change(device_offload, SLOT_BYTES=1 << 10)
 
     def make(parameters: Any) -> Any:
         return sw.optim.AdamW(parameters, lr=1e-2)
