@@ -32,7 +32,7 @@ LINES = {
     "shardwright_tools/planner": 2_286,
 }
 #: lines of C, headers and sources: the engine, and the check of its kernels that the tools import
-C_LINES = {"csrc": 53_173, "csrc_check": 1_594}
+C_LINES = {"csrc": 53_212, "csrc_check": 1_597}
 
 
 def lines_of(path: Path) -> int:
