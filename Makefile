@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 MAKEFLAGS += --no-print-directory
 CSRC := $(sort $(shell find csrc csrc_check -name '*.[ch]'))
 KERNEL_TEXT := $(sort $(shell find csrc -name "*.cu*"))
-PYTHON_TEXT := setup.py python tests examples benchmarks docs/site
+PYTHON_TEXT := setup.py python tests examples benchmarks docs/site .ci
 BUILD_INPUTS := $(CSRC) $(KERNEL_TEXT) setup.py pyproject.toml
 # .abi3, or of its own version alone by a free-threaded Python
 ENGINE := python/shardwright/_engine.*.so
@@ -223,11 +223,11 @@ wheel: $(VENV)/.installed
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
 	@ls dist/*.whl
 
-$(VENV)/.release: requirements/release.txt $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -r requirements/release.txt
+$(VENV)/.release: requirements/release.txt requirements/tools.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -r requirements/tools.txt -r requirements/release.txt
 	@touch $@
 
-# The sdist, manylinux wheels for x86_64 and aarch64, and checksums, in dist/
+# The sdist, manylinux wheels for x86_64 and aarch64, the bill of materials and checksums, in dist/
 release: $(VENV)/.release
 	PYTHON=$(BIN)/python .ci/release
 
