@@ -28,7 +28,7 @@ ENGINE := python/shardwright/_engine.*.so
 
 FUZZ_SECONDS ?= 60
 
-.PHONY: build demo test test-fast test-long test-torch test-torch-suites test-without-numpy abi asan asan-quick tsan crash fuzz fuzz-programs mutate-events mutate-events-unseen kernels gpu bench docs fmt lint wheel clean check-machine release test-aarch64 test-musl test-free-threaded
+.PHONY: build demo test test-fast test-long test-torch test-torch-suites test-without-numpy test-wheel abi asan asan-quick tsan crash fuzz fuzz-programs mutate-events mutate-events-unseen kernels gpu bench docs fmt lint wheel clean check-machine release test-aarch64 test-musl test-free-threaded
 
 build: $(VENV)/.built
 
@@ -74,6 +74,10 @@ test-fast: build
 
 test-long: build $(VENV)/.headers
 	SW_TEST_WORLDS=1,2,3,5 SW_TEST_LONG=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+
+# The wheel, imported on each Python of the machine
+test-wheel: build
+	$(BIN)/python -m pytest tests/test_wheel.py $(PYTEST_ARGS)
 
 # Declarations of foreign interfaces against more of their headers: 2.5 GB to download, 200 MB that stay
 abi: build
@@ -216,6 +220,8 @@ lint: build $(VENV)/.fmt
 	$(BIN)/clang-format --dry-run -Werror $(CSRC) $(wildcard tests/csrc/*.[ch])
 	$(BIN)/ruff check $(PYTHON_TEXT)
 	$(BIN)/ruff format --check --quiet $(PYTHON_TEXT)
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/ci.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 	$(BIN)/mypy
 	MYPYPATH=python $(BIN)/python -m mypy.stubtest shardwright._engine shardwright._engine_check
 

@@ -9,7 +9,21 @@ import pytest
 from shardwright._version import __version__
 from shardwright_tools.cli import main
 
-COMMANDS = ("plan", "why", "top", "trace", "report", "scale", "doctor", "ckpt", "kernels", "config", "run", "chaos", "completion")
+COMMANDS = (
+    "plan",
+    "why",
+    "top",
+    "trace",
+    "report",
+    "scale",
+    "doctor",
+    "ckpt",
+    "kernels",
+    "config",
+    "run",
+    "chaos",
+    "completion",
+)
 
 
 def ended(capsys, *words):
@@ -107,7 +121,9 @@ def test_a_shell_completes_commands_options_and_values(shell, capsys, tmp_path):
     (tmp_path / "script").write_text(script)
 
     def answer(*words):
-        line = SHELLS[shell].format(script=tmp_path / "script", words=" ".join(words), last=len(words), line=" ".join(words))
+        line = SHELLS[shell].format(
+            script=tmp_path / "script", words=" ".join(words), last=len(words), line=" ".join(words)
+        )
         done = subprocess.run([shell, "-c", line], capture_output=True, text=True, timeout=100, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return {each.partition("\t")[0].strip() for each in done.stdout.splitlines()}

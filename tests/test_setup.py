@@ -68,7 +68,9 @@ def test_a_header_compiles_what_includes_it(build):
 @pytest.mark.parametrize(("free_threaded", "limited"), [(1, False), (0, True), (None, True)])
 def test_a_free_threaded_python_builds_for_its_own_version_alone(monkeypatch, free_threaded, limited):
     asked = sysconfig.get_config_var
-    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: free_threaded if name == "Py_GIL_DISABLED" else asked(name))
+    monkeypatch.setattr(
+        sysconfig, "get_config_var", lambda name: free_threaded if name == "Py_GIL_DISABLED" else asked(name)
+    )
     module = setup_py()
     made = module.extension("small", [])
     assert made.py_limited_api is limited and (("Py_LIMITED_API", "0x030A0000") in made.define_macros) is limited

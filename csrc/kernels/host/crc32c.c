@@ -1,4 +1,4 @@
-/* crc32c.c - the table form (eight bytes a step) and the form of the instruction, SSE4.2's or Arm's.
+/* crc32c.c - the table form (eight bytes a step) and the form of SSE4.2's or Arm's instruction.
  *
  * A CRC is linear, so three streams can be joined: the checksum of A followed by B is that of A
  * carried over |B| zero bytes, xor that of B. For fixed |B| carrying is a linear map of 32 bits,
