@@ -25,7 +25,7 @@ LINES = {
     "shardwright/parameters": 5_226,
     "shardwright/torch_compat": 1_626,
     "shardwright_tools": 293,
-    "shardwright_tools/cli": 3_222,
+    "shardwright_tools/cli": 3_224,
     "shardwright_tools/convert": 1_290,
     "shardwright_tools/doctor": 1_197,
     "shardwright_tools/gpu_check": 1_268,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from . import COMMANDS, parser_of
 
@@ -29,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _offer_files(parser: argparse.ArgumentParser, files: dict[str, str]) -> None:
+def _offer_files(parser: argparse.ArgumentParser, files: Mapping[str, Any]) -> None:
     """Complete files where an argument is any text."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
