@@ -21,13 +21,14 @@ unexport PYTHONDONTWRITEBYTECODE
 MAKEFLAGS += --no-print-directory
 CSRC := $(sort $(shell find csrc csrc_check -name '*.[ch]'))
 KERNEL_TEXT := $(sort $(shell find csrc -name "*.cu*"))
-PYTHON_TEXT := setup.py python tests examples benchmarks docs/site
+PYTHON_TEXT := setup.py python tests examples benchmarks docs/site .ci
 BUILD_INPUTS := $(CSRC) $(KERNEL_TEXT) setup.py pyproject.toml
-ENGINE := python/shardwright/_engine.abi3.so
+# .abi3, or of its own version alone by a free-threaded Python
+ENGINE := python/shardwright/_engine.*.so
 
 FUZZ_SECONDS ?= 60
 
-.PHONY: build demo test test-fast test-long test-torch test-torch-suites test-without-numpy abi asan asan-quick tsan crash fuzz fuzz-programs mutate-events mutate-events-unseen kernels gpu bench docs fmt lint wheel clean check-machine release test-aarch64
+.PHONY: build demo test test-fast test-long test-torch test-torch-suites test-without-numpy test-wheel abi asan asan-quick tsan crash fuzz fuzz-programs mutate-events mutate-events-unseen kernels gpu bench docs fmt lint wheel clean check-machine release test-aarch64 test-musl test-free-threaded
 
 build: $(VENV)/.built
 
@@ -55,7 +56,7 @@ $(VENV)/.editable: pyproject.toml $(VENV)/.installed
 # After each change of a C file: only the changed objects and the link.
 $(VENV)/.built: $(BUILD_INPUTS) $(VENV)/.editable
 	$(BIN)/python setup.py --quiet build_ext --inplace
-	@test -f $(ENGINE) && touch $@
+	@ls $(ENGINE) > /dev/null && touch $@
 
 demo: build
 	$(BIN)/torchrun --nproc-per-node 2 --standalone examples/train_gpt.py
@@ -73,6 +74,10 @@ test-fast: build
 
 test-long: build $(VENV)/.headers
 	SW_TEST_WORLDS=1,2,3,5 SW_TEST_LONG=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+
+# The wheel, imported on each Python of the machine
+test-wheel: build
+	$(BIN)/python -m pytest tests/test_wheel.py $(PYTEST_ARGS)
 
 # Declarations of foreign interfaces against more of their headers: 2.5 GB to download, 200 MB that stay
 abi: build
@@ -94,6 +99,17 @@ WITHOUT_NUMPY := tests/ranks/test_every_stage_has_the_same_bits.py tests/ranks/t
 test-without-numpy: build
 	@mkdir -p build/without-numpy && echo 'import sys; sys.modules["numpy"] = None' > build/without-numpy/sitecustomize.py
 	PYTHONPATH=build/without-numpy $(BIN)/python -m pytest $(WITHOUT_NUMPY) -k 'not naive' $(PYTEST_ARGS)
+
+# The engine as a free-threaded Python builds it, in an environment of its own: make test-free-threaded FREE_THREADED=python3.13t
+FREE_THREADED_TESTS := tests/test_free_threaded.py tests/test_bindings.py tests/ranks/test_every_stage_has_the_same_bits.py \
+	tests/ranks/test_checkpoint_resume_is_bitwise.py tests/ranks/test_fully_shard_has_the_contract_of_fsdp2.py
+
+test-free-threaded:
+	@test -n "$(FREE_THREADED)" || { echo "Name the Python to test: make test-free-threaded FREE_THREADED=python3.13t" >&2; exit 1; }
+	@test -x .venv-free-threaded/bin/python || $(FREE_THREADED) -m venv .venv-free-threaded
+	.venv-free-threaded/bin/python -m pip install --quiet -r requirements/free-threaded.txt
+	.venv-free-threaded/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	SW_TEST_WORLDS=1,3 .venv-free-threaded/bin/python -m pytest --each-choice -n 2 $(FREE_THREADED_TESTS) $(PYTEST_ARGS)
 
 $(VENV)/.suites: requirements/torch-suites.txt $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -r requirements/torch-suites.txt
@@ -204,6 +220,8 @@ lint: build $(VENV)/.fmt
 	$(BIN)/clang-format --dry-run -Werror $(CSRC) $(wildcard tests/csrc/*.[ch])
 	$(BIN)/ruff check $(PYTHON_TEXT)
 	$(BIN)/ruff format --check --quiet $(PYTHON_TEXT)
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/ci.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 	$(BIN)/mypy
 	MYPYPATH=python $(BIN)/python -m mypy.stubtest shardwright._engine shardwright._engine_check
 
@@ -211,11 +229,11 @@ wheel: $(VENV)/.installed
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
 	@ls dist/*.whl
 
-$(VENV)/.release: requirements/release.txt $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -r requirements/release.txt
+$(VENV)/.release: requirements/release.txt requirements/tools.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -r requirements/tools.txt -r requirements/release.txt
 	@touch $@
 
-# The sdist, manylinux wheels for x86_64 and aarch64, and checksums, in dist/
+# The sdist, manylinux wheels for x86_64 and aarch64, the bill of materials and checksums, in dist/
 release: $(VENV)/.release
 	PYTHON=$(BIN)/python .ci/release
 
@@ -223,5 +241,9 @@ release: $(VENV)/.release
 test-aarch64: build
 	SW_TEST_MODES=aarch64 $(BIN)/python -m pytest tests/test_csrc.py -k aarch64 -n 2 $(PYTEST_ARGS)
 
+# The C tests with musl's C library in the place of glibc: needs musl-tools
+test-musl: build
+	SW_TEST_MODES=musl $(BIN)/python -m pytest tests/test_csrc.py -k musl -n 2 $(PYTEST_ARGS)
+
 clean:
-	rm -rf build dist $(ENGINE) $(ENGINE:.abi3.so=_check.abi3.so) $(VENV)/.built .pytest_cache
+	rm -rf build dist $(ENGINE) python/shardwright/_engine_check.*.so $(VENV)/.built .pytest_cache

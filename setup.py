@@ -1,5 +1,6 @@
 """Builds `shardwright._engine`, every C file under csrc, and `shardwright._engine_check`, csrc_check: the comparison of
-GPU kernels with their references, for the tools. Both have CPython 3.10's limited API.
+GPU kernels with their references, for the tools. Both have CPython 3.10's limited API, so that one wheel serves every later
+CPython. A free-threaded CPython has no limited API: what it builds serves its own version alone, and keeps the GIL on.
 
 Everything else about the package stands in pyproject.toml. The flags live here once: the C tests
 (tests/test_csrc.py) import this file for them, so what is tested is compiled as what is shipped.
@@ -38,7 +39,9 @@ BASE_FLAGS = [
 STRICT_FLAGS = ["-Wpedantic", "-Wconversion", "-Werror"]
 #: files of the engine that _engine_check has, too: errors and dtypes
 CHECK_SHARES = ["csrc/base/status.c", "csrc/tensor/dtype.c"]
-MACROS = [("_GNU_SOURCE", "1"), ("Py_LIMITED_API", "0x030A0000")]
+#: False on a free-threaded CPython (3.13t, 3.14t)
+IS_LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
+MACROS = [("_GNU_SOURCE", "1"), *([("Py_LIMITED_API", "0x030A0000")] if IS_LIMITED else [])]
 
 
 def sources(folder: str) -> list[str]:
@@ -62,8 +65,12 @@ def extension(name: str, files: list[str], *more_folders: str) -> Extension:
         extra_compile_args=compile_flags(),
         extra_link_args=link_flags(),
         libraries=["m"],
-        py_limited_api=True,
+        py_limited_api=IS_LIMITED,
     )
+
+
+def wheel_options() -> dict[str, dict[str, str]]:
+    return {"bdist_wheel": {"py_limited_api": "cp310"}} if IS_LIMITED else {}
 
 
 def compile_flags() -> list[str]:
@@ -156,5 +163,5 @@ if __name__ == "__main__":
             extension("shardwright._engine_check", [*sources("csrc_check"), *CHECK_SHARES], "csrc_check"),
         ],
         cmdclass={"build_ext": BuildEngine},
-        options={"bdist_wheel": {"py_limited_api": "cp310"}},
+        options=wheel_options(),
     )

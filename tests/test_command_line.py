@@ -1,12 +1,29 @@
 """Every command answers wrong input with one sentence and exit code 2 or 1, never with a traceback, and has --help."""
 
 import json
+import shutil
+import subprocess
+import sys
 
 import pytest
 from shardwright._version import __version__
 from shardwright_tools.cli import main
 
-COMMANDS = ("plan", "why", "top", "trace", "report", "scale", "doctor", "ckpt", "kernels", "config", "run", "chaos")
+COMMANDS = (
+    "plan",
+    "why",
+    "top",
+    "trace",
+    "report",
+    "scale",
+    "doctor",
+    "ckpt",
+    "kernels",
+    "config",
+    "run",
+    "chaos",
+    "completion",
+)
 
 
 def ended(capsys, *words):
@@ -84,3 +101,42 @@ def test_every_command_has_help(capsys, monkeypatch, words):
     monkeypatch.setattr("sys.argv", ["shardwright"])
     code, printed = ended(capsys, *words, "--help")
     assert code == 0 and "usage: " in printed
+
+
+#: what a shell answers to "shardwright WORDS<tab>", printed line by line
+SHELLS = {
+    "bash": "source {script}; COMP_WORDS=(shardwright {words}); COMP_CWORD={last}; _shtab_shardwright; printf '%s\\n' \"${{COMPREPLY[@]}}\"",
+    "fish": "source {script}; complete -C 'shardwright {line}'",
+    "zsh": "zsh -n {script}",
+}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_shell_completes_commands_options_and_values(shell, capsys, tmp_path):
+    pytest.importorskip("shtab")
+    code, script = ended(capsys, "completion", shell)
+    assert code == 0 and "--keep-last" in script
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} on this machine")
+    (tmp_path / "script").write_text(script)
+
+    def answer(*words):
+        line = SHELLS[shell].format(
+            script=tmp_path / "script", words=" ".join(words), last=len(words), line=" ".join(words)
+        )
+        done = subprocess.run([shell, "-c", line], capture_output=True, text=True, timeout=100, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return {each.partition("\t")[0].strip() for each in done.stdout.splitlines()}
+
+    if shell == "zsh":  # its answers need a terminal: the script is parsed
+        assert answer() == set()
+        return
+    assert {"doctor", "ckpt"} <= answer("")
+    assert "doctor" in answer("doc") and "ckpt" not in answer("doc")
+    assert "--keep-last" in answer("ckpt", "prune", "--keep-l")
+    assert answer("ckpt", "export", "--to", "h") == {"hf"}
+
+
+def test_completion_without_shtab_is_one_sentence(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert ended(capsys, "completion", "bash") == (1, "completion needs shtab: pip install 'shardwright[completion]'\n")

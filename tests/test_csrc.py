@@ -64,6 +64,8 @@ MODES = [
     Mode("asan", ("-O1" if LONG else "-O0", *ASAN), long=True),
     Mode("tsan", ("-O1", *SANITIZED, "-fsanitize=thread"), long=True),
     Mode("clang", ("-g",), compiler=os.environ.get("SW_CLANG", "clang"), long=True),
+    # musl gives a thread 128 KiB of stack if the program does not ask for more, as Alpine's python does
+    Mode("musl", ("-g", "-Wl,-z,stack-size=0x100000"), compiler="musl-gcc", long=True),
     Mode(
         "aarch64",
         ("-g",),

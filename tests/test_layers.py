@@ -438,6 +438,7 @@ NOT_HIDDEN = {
         "what classes of ours inherit from classes of torch",
     ),
     **dict.fromkeys(("_dataloaders", "_models", "_is_accelerate_prepared"), "accelerate's"),
+    **dict.fromkeys(("_actions", "_SubParsersAction"), "argparse's, which shtab reads as well"),
     **dict.fromkeys(("_bit_generator", "_Unpickler", "_exit"), "NumPy's and Python's"),
 }
 

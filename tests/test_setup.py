@@ -1,8 +1,10 @@
-"""Laws of the build: a change of a header compiles the files that include it, directly or not, and no other one."""
+"""Laws of the build: a change of a header compiles the files that include it, directly or not, and no other one. A free-threaded
+Python builds without the limited API, every other one with that of 3.10."""
 
 import importlib.util
 import os
 import shutil
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,17 @@ setuptools = pytest.importorskip("setuptools")
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
 
-@pytest.fixture
-def build(tmp_path, monkeypatch):
-    """Return a function that builds a small extension and returns the names of the files that it compiled."""
+def setup_py():
     spec = importlib.util.spec_from_file_location("shardwright_setup", ROOT / "setup.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    """Return a function that builds a small extension and returns the names of the files that it compiled."""
+    module = setup_py()
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
     texts = {
@@ -56,3 +63,15 @@ def test_a_header_compiles_what_includes_it(build):
     Path("a.c").write_text('#include "low.h"\n')
     os.utime("a.c", (1, 1))
     assert build() == {"a"}  # what it included is gone
+
+
+@pytest.mark.parametrize(("free_threaded", "limited"), [(1, False), (0, True), (None, True)])
+def test_a_free_threaded_python_builds_for_its_own_version_alone(monkeypatch, free_threaded, limited):
+    asked = sysconfig.get_config_var
+    monkeypatch.setattr(
+        sysconfig, "get_config_var", lambda name: free_threaded if name == "Py_GIL_DISABLED" else asked(name)
+    )
+    module = setup_py()
+    made = module.extension("small", [])
+    assert made.py_limited_api is limited and (("Py_LIMITED_API", "0x030A0000") in made.define_macros) is limited
+    assert module.wheel_options() == ({"bdist_wheel": {"py_limited_api": "cp310"}} if limited else {})

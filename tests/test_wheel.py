@@ -4,7 +4,8 @@ up to date.
 
 One file serves every CPython >= 3.10 and every glibc >= 2.28. So the tests check its tag, the libraries that it names,
 the newest glibc symbol and an import on each Python of the machine. They import the engine by path, without the
-package, because only the package needs torch. Free-threaded builds cannot load abi3 and are left out.
+package, because only the package needs torch. Free-threaded builds cannot load abi3: tests/test_free_threaded.py has
+them. Other C libraries and processors are compiled for where their compilers are.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -213,6 +215,40 @@ def test_the_engine_compiles_for_aarch64_without_a_warning(tmp_path: Path) -> No
     environment = {**os.environ, "SW_WERROR": "1", "_PYTHON_HOST_PLATFORM": "linux-aarch64"}
     environment |= {"CC": "aarch64-linux-gnu-gcc", "LDSHARED": "aarch64-linux-gnu-gcc -shared"}
     output_of(sys.executable, "setup.py", "--quiet", "build_ext", cwd=tree, env=environment)
+
+
+def test_the_engine_compiles_with_musl_without_a_warning() -> None:
+    """The C tests run with it by `make test-musl`."""
+    if which("musl-gcc") is None:
+        pytest.skip("no musl-gcc on this machine: it is in Debian's musl-tools")
+    files = sorted(map(str, [*(ROOT / "csrc").rglob("*.c"), *(ROOT / "csrc_check").glob("*.c")]))
+    flags = ("-std=c11", "-fsyntax-only", "-Wall", "-Wextra", "-Wshadow", "-Wpedantic", "-Wconversion", "-Werror")
+    macros = ("-D_GNU_SOURCE=1", "-DPy_LIMITED_API=0x030A0000", "-include", "csrc/platform/glibc_compat.h")
+    includes = ("-Icsrc", "-Icsrc_check", "-isystem", sysconfig.get_path("include"))
+    output_of("musl-gcc", *flags, *macros, *includes, *files, cwd=ROOT)
+
+
+CHECKSUM = """
+#include <stdio.h>
+#include "kernels/crc32c.h"
+#include "platform/cpu.h"
+int main(void) { return printf("%d %08x\\n", sw_cpu_has_crc32c(), sw_crc32c(0, "123456789", 9)) < 0; }
+"""
+
+
+def test_checksums_on_aarch64_use_its_instruction(tmp_path: Path) -> None:
+    """The table form gives the same bits, so the object must have the instruction, and the processor must be seen to have it."""
+    if which("aarch64-linux-gnu-gcc") is None:
+        pytest.skip("no aarch64-linux-gnu-gcc on this machine")
+    (tmp_path / "main.c").write_text(CHECKSUM)
+    sources = ("csrc/kernels/host/crc32c.c", "csrc/platform/cpu.c", str(tmp_path / "main.c"))
+    program = str(tmp_path / "program")
+    flags = ("-std=c11", "-O3", "-pthread", "-D_GNU_SOURCE", "-Icsrc")
+    output_of("aarch64-linux-gnu-gcc", *flags, *sources, "-o", program, cwd=ROOT)
+    assert {"crc32cx", "crc32cb"} <= set(output_of("aarch64-linux-gnu-objdump", "-d", program).split())
+    if which("qemu-aarch64") is None:
+        pytest.skip("no qemu-aarch64 on this machine: compiled only")
+    assert output_of("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", program) == "1 e3069283\n"
 
 
 def test_the_sdist_holds_every_tracked_file(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 /* crc32c.h - CRC-32C (Castagnoli), alone or in the same pass as a copy.
  *
- * The processor selects the form. The hardware form (SSE4.2) runs three independent streams,
- * because the instruction takes three cycles but one can start each cycle. The table form is the
- * reference that a test compares with the hardware form.
+ * The processor selects the form. The hardware form (SSE4.2, Armv8's CRC32) runs three independent
+ * streams, because the instruction takes three cycles but one can start each cycle. The table form
+ * is the reference that a test compares with the hardware form.
  *
  * Thread rule: any.
  */

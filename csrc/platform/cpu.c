@@ -1,5 +1,5 @@
-/* cpu.c - a feature needs the processor (cpuid) and an operating system that saves its registers
- * (xgetbv).
+/* cpu.c - on x86-64 a feature needs the processor (cpuid) and an operating system that saves its
+ * registers (xgetbv); on aarch64 the kernel says what a program may use (getauxval).
  *
  * cpuid is read by hand because not every compiler's __builtin_cpu_supports() knows "f16c".
  */
@@ -45,7 +45,7 @@ static bool has(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t state)
     return (enabled_state() & state) == state;
 }
 
-bool sw_cpu_has_sse42(void)
+bool sw_cpu_has_crc32c(void)
 {
     uint32_t eax, ebx, ecx, edx;
     return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & LEAF1_ECX_SSE42) != 0;
@@ -84,10 +84,23 @@ bool sw_cpu_has_avx512(void)
 
 #else
 
-bool sw_cpu_has_sse42(void)
+#if defined(__aarch64__)
+
+#include <sys/auxv.h>
+
+bool sw_cpu_has_crc32c(void)
+{
+    return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0;
+}
+
+#else
+
+bool sw_cpu_has_crc32c(void)
 {
     return false;
 }
+
+#endif
 
 bool sw_prefetches(void)
 {

@@ -1,7 +1,7 @@
-/* cpu.h - the vector instructions that this processor and operating system support.
+/* cpu.h - the instructions that this processor and operating system support.
  *
  * Idea: a feature counts only if every instruction of the matching kernel table may be executed:
- * the processor has it and the system saves its registers. False on anything but x86-64.
+ * the processor has it and the system saves its registers.
  *
  * Thread rule: any. Each call of sw_cpu queries the processor (about a microsecond in a virtual
  * machine), so callers cache the result.
@@ -10,8 +10,8 @@
 
 #include <stdbool.h>
 
-/* SSE4.2: the CRC32C instruction. */
-bool sw_cpu_has_sse42(void);
+/* The CRC32C instruction: SSE4.2 on x86-64, the optional CRC32 of Armv8.0 on aarch64. */
+bool sw_cpu_has_crc32c(void);
 
 /* Return whether loops over large arrays prefetch: false where the processor does enough by itself.
  * AMD's hardware prefetchers keep up with several streams, and software prefetches slow them down.

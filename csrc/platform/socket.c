@@ -175,6 +175,8 @@ sw_status sw_socket_send(int fd, const void *bytes, size_t size_bytes, int passe
     return sw_error_set(err, SW_E_COMM, -1, "sending to a peer failed: %s", strerror(errno));
 }
 
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wsign-conversion" /* in musl's CMSG_NXTHDR */
 static void take_descriptors(struct msghdr *message, int *passed)
 {
     for (struct cmsghdr *header = CMSG_FIRSTHDR(message); header;
@@ -192,6 +194,7 @@ static void take_descriptors(struct msghdr *message, int *passed)
         }
     }
 }
+#pragma GCC diagnostic pop
 
 sw_status sw_socket_receive(int fd, void *bytes, size_t size_bytes, int *passed, bool *received,
                             sw_error *err)

@@ -16,6 +16,8 @@
 
 enum { REST_SPIN_NS = 50000, REST_NAP_NS = 50000 }; /* yields for this long, then sleeps */
 
+enum { STACK_BYTES = 1 << 20 };
+
 enum {
     IOPRIO_WHO_PROCESS = 1,
     IOPRIO_CLASS_IDLE = 3,
@@ -38,7 +40,13 @@ sw_status sw_thread_start(sw_thread *thread, void *(*body)(void *), void *argume
     strncat(thread->name, name, sizeof thread->name - 1);
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before); /* a thread inherits its creator's mask */
-    int code = pthread_create(&thread->handle, NULL, begin, thread);
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+#ifndef __GLIBC__ /* musl gives a thread 128 KiB, and a codec's frame takes 40 */
+    pthread_attr_setstacksize(&attributes, STACK_BYTES);
+#endif
+    int code = pthread_create(&thread->handle, &attributes, begin, thread);
+    pthread_attr_destroy(&attributes);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (code != 0)
         return sw_error_set(err, SW_E_OS, code, "a thread for '%s' could not be started: %s", name,

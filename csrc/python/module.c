@@ -63,6 +63,9 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
 
 static PyModuleDef_Slot module_slots[] = {
     {Py_mod_exec, module_exec},
+#ifdef Py_GIL_DISABLED /* objects rely on the GIL: importing the engine turns it on */
+    {Py_mod_gil, Py_MOD_GIL_USED},
+#endif
     {0, NULL},
 };
 

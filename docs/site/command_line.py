@@ -33,6 +33,7 @@ COMMANDS = (
     ("ckpt prune", "shardwright ckpt prune runs/a --keep-last 2", "../checkpoints.md"),
     ("rank", "torchrun --no-python --nproc-per-node 8 shardwright rank -- python train.py", "../operations.md#without-a-restart"),
     ("chaos", "shardwright chaos --plan faults.toml -- torchrun --nproc-per-node 2 --max-restarts 9 train.py", "../operations.md#trying-it-chaos"),
+    ("completion", "shardwright completion bash > ~/.local/share/bash-completion/completions/shardwright", "#completion-of-commands"),
     ("kernels", "shardwright kernels --arch 80 90 --to FOLDER", "../features.md#gpus"),
     ("gpu-check", "shardwright gpu-check --to FOLDER", "../features.md#gpus"),
 )  # fmt: skip
@@ -40,6 +41,18 @@ HEAD = """# Command line
 
 What each command prints for `--help`, on 100 columns. No command needs a network; `ckpt ls`, `inspect`, `verify` and `prune` need no
 torch.
+
+## Completion of commands
+
+`pip install 'shardwright[completion]'`, then write the script of your shell once per version, and start a new shell:
+
+```bash
+shardwright completion bash > ~/.local/share/bash-completion/completions/shardwright
+shardwright completion zsh > ~/.zfunc/_shardwright   # and fpath+=~/.zfunc before compinit in ~/.zshrc
+shardwright completion fish > ~/.config/fish/completions/shardwright.fish
+```
+
+It completes commands, options, the values of those that take one of a few, and files.
 """
 
 

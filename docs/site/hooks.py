@@ -23,6 +23,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
+    "CODE_OF_CONDUCT.md": "conduct.md",
 }
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 _DRAWING = re.compile(r'<img alt="([^"]*)" src="([^"]*?images/[^"]*\.svg)" ?/?>')

@@ -62,7 +62,7 @@ static bool start(rank_context *self, const sw_compressor_settings *s, under_tes
                           sw_shared_exchange_create(self->comm, &t->exchange, &self->err) == SW_OK,
                       "%s", self->err.message);
     for (size_t i = 0; made && i < MEMBERS; ++i) {
-        size_t number;
+        size_t number = 0;
         check(sw_compressor_add(t->compressor, numels[i], i ? 0 : MATRIX_ROWS, i, &number,
                                 &self->err) == SW_OK &&
                   number == i,

@@ -1,4 +1,4 @@
-/* crc32c.c - the table form (eight bytes a step) and the SSE4.2 form.
+/* crc32c.c - the table form (eight bytes a step) and the form of SSE4.2's or Arm's instruction.
  *
  * A CRC is linear, so three streams can be joined: the checksum of A followed by B is that of A
  * carried over |B| zero bytes, xor that of B. For fixed |B| carrying is a linear map of 32 bits,
@@ -13,8 +13,19 @@
 
 #include "platform/cpu.h"
 
+/* crc_word and crc_byte extend a checksum, which lies in a crc_register, by one instruction. */
 #if defined(__x86_64__)
 #include <emmintrin.h>
+#define CRC_INSTRUCTION __attribute__((target("sse4.2")))
+typedef uint64_t crc_register; /* the type of the instruction: no conversion between two of them */
+#define crc_word(crc, word) __builtin_ia32_crc32di(crc, word)
+#define crc_byte(crc, byte) __builtin_ia32_crc32qi((uint32_t)(crc), byte)
+#elif defined(__aarch64__)
+#include <arm_acle.h>
+#define CRC_INSTRUCTION __attribute__((target("+crc")))
+typedef uint32_t crc_register;
+#define crc_word(crc, word) __crc32cd(crc, word)
+#define crc_byte(crc, byte) __crc32cb(crc, byte)
 #endif
 
 enum { STREAM_BYTES = 4096, COPY_BYTES = 3 * STREAM_BYTES, LINE_BYTES = 64 };
@@ -87,7 +98,7 @@ static void prepare(void)
     fill_powers();
     fill_carry(carry_one, STREAM_BYTES);
     fill_carry(carry_two, 2 * STREAM_BYTES);
-    has_instruction = sw_cpu_has_sse42();
+    has_instruction = sw_cpu_has_crc32c();
 }
 
 static uint64_t load64(const uint8_t *at)
@@ -111,34 +122,34 @@ static uint32_t update_portable(uint32_t crc, const uint8_t *at, size_t size)
     return crc;
 }
 
-#if defined(__x86_64__)
+#if defined(CRC_INSTRUCTION)
 static uint32_t carry(uint32_t table[4][256], uint32_t crc)
 {
     return table[0][crc & 255] ^ table[1][crc >> 8 & 255] ^ table[2][crc >> 16 & 255] ^
            table[3][crc >> 24];
 }
 
-__attribute__((target("sse4.2"))) static uint32_t update_hardware(uint32_t crc, const uint8_t *at,
-                                                                  size_t size)
+CRC_INSTRUCTION static uint32_t update_hardware(uint32_t crc, const uint8_t *at, size_t size)
 {
     for (; size >= COPY_BYTES; at += COPY_BYTES, size -= COPY_BYTES) {
-        uint64_t a = crc, b = 0, c = 0;
+        crc_register a = crc, b = 0, c = 0;
         for (size_t i = 0; i < STREAM_BYTES; i += 8) {
-            a = __builtin_ia32_crc32di(a, load64(at + i));
-            b = __builtin_ia32_crc32di(b, load64(at + STREAM_BYTES + i));
-            c = __builtin_ia32_crc32di(c, load64(at + 2 * STREAM_BYTES + i));
+            a = crc_word(a, load64(at + i));
+            b = crc_word(b, load64(at + STREAM_BYTES + i));
+            c = crc_word(c, load64(at + 2 * STREAM_BYTES + i));
         }
         crc = carry(carry_two, (uint32_t)a) ^ carry(carry_one, (uint32_t)b) ^ (uint32_t)c;
     }
-    uint64_t wide = crc;
+    crc_register rest = crc;
     for (; size >= 8; at += 8, size -= 8)
-        wide = __builtin_ia32_crc32di(wide, load64(at));
-    crc = (uint32_t)wide;
+        rest = crc_word(rest, load64(at));
     for (; size > 0; ++at, --size)
-        crc = __builtin_ia32_crc32qi(crc, *at);
-    return crc;
+        rest = crc_byte(rest, *at);
+    return (uint32_t)rest;
 }
+#endif
 
+#if defined(__x86_64__)
 static inline void stream_line(uint8_t *to, const uint8_t *from)
 {
     for (size_t i = 0; i < LINE_BYTES; i += 16)
@@ -149,20 +160,20 @@ static inline void stream_line(uint8_t *to, const uint8_t *from)
 /* Copy without reading the destination first: the staged bytes are next read by the disk. `to` is
  * aligned to a line. All three loads of a step precede the stores, since streams lie 4 KiB apart
  * and a load waits for an earlier store to the same offset of another page. */
-__attribute__((target("sse4.2"))) static uint32_t copy_hardware(uint32_t crc, uint8_t *to,
-                                                                const uint8_t *from, size_t pieces)
+CRC_INSTRUCTION static uint32_t copy_hardware(uint32_t crc, uint8_t *to, const uint8_t *from,
+                                              size_t pieces)
 {
     for (; pieces > 0; --pieces, to += COPY_BYTES, from += COPY_BYTES) {
-        uint64_t a = crc, b = 0, c = 0;
+        crc_register a = crc, b = 0, c = 0;
         for (size_t i = 0; i < STREAM_BYTES; i += LINE_BYTES) {
             const uint8_t *one = from + i, *two = one + STREAM_BYTES, *three = two + STREAM_BYTES;
             __builtin_prefetch(one + 2 * COPY_BYTES); /* harmless beyond the end */
             __builtin_prefetch(two + 2 * COPY_BYTES);
             __builtin_prefetch(three + 2 * COPY_BYTES);
             for (size_t j = 0; j < LINE_BYTES; j += 8) {
-                a = __builtin_ia32_crc32di(a, load64(one + j));
-                b = __builtin_ia32_crc32di(b, load64(two + j));
-                c = __builtin_ia32_crc32di(c, load64(three + j));
+                a = crc_word(a, load64(one + j));
+                b = crc_word(b, load64(two + j));
+                c = crc_word(c, load64(three + j));
             }
             stream_line(to + i, one);
             stream_line(to + i + STREAM_BYTES, two);
@@ -177,7 +188,7 @@ __attribute__((target("sse4.2"))) static uint32_t copy_hardware(uint32_t crc, ui
 
 static uint32_t update(uint32_t crc, const uint8_t *at, size_t size)
 {
-#if defined(__x86_64__)
+#if defined(CRC_INSTRUCTION)
     if (has_instruction)
         return update_hardware(crc, at, size);
 #endif

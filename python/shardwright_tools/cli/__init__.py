@@ -6,7 +6,7 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NoReturn
 
 __all__ = ["main"]
@@ -27,6 +27,7 @@ COMMANDS = {
     "rank": (".rank", "run one rank of torchrun, and outlive it when it dies"),
     "run": (".run", "run an unchanged accelerate or transformers.Trainer program on shardwright"),
     "chaos": (".chaos", "run a training job under injected faults and report their cost"),
+    "completion": (".completion", "print what completes these commands in a shell"),
 }
 
 
@@ -51,6 +52,24 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+def parser_of(called: Container[str]) -> argparse.ArgumentParser:
+    """Return the parser of all commands, with the options of those that are called."""
+    parser = _Parser(prog="shardwright", description="Data-parallel training on a pure-C engine.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True)
+    for name, (module, text) in COMMANDS.items():
+        if name in called:
+            found = importlib.import_module(module, __name__)
+            own = commands.add_parser(name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+            own.description, own.epilog = getattr(found, "DESCRIPTION", None), getattr(found, "EPILOG", None)
+            own.set_defaults(run=getattr(found, "run", None), parser=own)  # actions of ckpt have their own
+            found.add_arguments(own)
+        else:
+            commands.add_parser(name, help=text)
+    commands.add_parser("gpu-check", help="check and time a GPU, in fifteen minutes or less")
+    return parser
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -60,19 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.argv[1:] = arguments[1:]
         return check()
     _Parser.arguments = arguments
-    parser = _Parser(prog="shardwright", description="Data-parallel training on a pure-C engine.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
-    commands = parser.add_subparsers(title="commands", dest="command", required=True)
-    for name, (module, text) in COMMANDS.items():
-        if arguments[:1] == [name]:
-            found = importlib.import_module(module, __name__)
-            own = commands.add_parser(name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-            own.description, own.epilog = getattr(found, "DESCRIPTION", None), getattr(found, "EPILOG", None)
-            own.set_defaults(run=getattr(found, "run", None), parser=own)  # actions of ckpt have their own
-            found.add_arguments(own)
-        else:
-            commands.add_parser(name, help=text)
-    commands.add_parser("gpu-check", help="check and time a GPU, in fifteen minutes or less")
+    parser = parser_of(arguments[:1])
     words, program = list(arguments), []
     if (
         words[:1] in (["plan"], ["trace"], ["scale"], ["rank"]) and "--" in words
