@@ -28,11 +28,11 @@ LINES = {
     "shardwright_tools/cli": 3_185,
     "shardwright_tools/convert": 1_290,
     "shardwright_tools/doctor": 1_198,
-    "shardwright_tools/gpu_check": 1_268,
+    "shardwright_tools/gpu_check": 1_266,
     "shardwright_tools/planner": 2_315,
 }
 #: lines of C, headers and sources: the engine, and the check of its kernels that the tools import
-C_LINES = {"csrc": 53_183, "csrc_check": 1_594}
+C_LINES = {"csrc": 52_378, "csrc_check": 2_318}
 
 
 def lines_of(path: Path) -> int:
