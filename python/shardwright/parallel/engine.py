@@ -411,10 +411,7 @@ class Engine:
         return Slicing.of_rows(group.rank, mesh_rows(mesh, self.process_group))
 
     def leave(self) -> None:
-        """Retire the replicas without communication, since ranks were lost. Parameters are whole, with values of any step.
-
-        The next use makes new replicas, collectively over the default group of that time, as it does for a copy.
-        """
+        """Retire the replicas without communication, since ranks were lost; the next use makes new ones, as for a copy."""
         for replica in self.made:
             replica.retire()
         if self._retire is not None:

@@ -58,10 +58,7 @@ class UnmatchedNames(NamedTuple):
 def fill_module(
     bare: torch.nn.Module, replicas: Sequence[Replica], place: Any, *, strict: bool = True, **options: Any
 ) -> UnmatchedNames:
-    """Load the tensors of a place into a module of these replicas. See load_pretrained. Collective.
-
-    `own`: they are the module's own, some buffers that no state dict holds among them, and each must be filled.
-    """
+    """Load the tensors of a place into a module of these replicas. `own`: all of them, each needed. Collective."""
     ranks = next((each.model_ranks for each in replicas if each.model_ranks is not None), None)
     found: UnmatchedNames = together(
         ranks,

@@ -58,10 +58,7 @@ class Values:
 
 
 def begin_building(module: torch.nn.Module, options: Options, values: Values) -> Building | RowsTaken | None:
-    """Give a module's tensors memory; None if they have it and no values are given. Collective.
-
-    An error leaves the module as it was. The caller calls undo() or keep().
-    """
+    """Give a module's tensors memory, until undo() or keep(); None if they have it and no values are given. Collective."""
     init, weights = values.init, values.weights
     stored = sum(isinstance(each, Stored) for each in (*module.parameters(), *module.buffers()))
     if init is None and weights is None and not stored:

@@ -41,10 +41,7 @@ def _defines(local: torch.Tensor) -> bool:
 
 
 def inner_name(local: torch.Tensor) -> str | None:
-    """Return the attribute with the memory of a local tensor's values, "" if it is the tensor itself; None: there is none.
-
-    A subclass that wraps one plain tensor of its own shape and dtype has that one's values.
-    """
+    """Return the attribute that holds a local tensor's values, "" if it does itself; None: a subclass of another kind."""
     flatten: Any = getattr(local, "__tensor_flatten__", None)
     if flatten is None:
         return "" if has_memory(local) else None

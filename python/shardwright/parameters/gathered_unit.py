@@ -92,10 +92,7 @@ class Unit:
         self.note_versions()
 
     def _make_placeholders(self) -> None:
-        """Make one NaN a parameter, or for integers one of 0xff bytes, expanded to its shape.
-
-        A host's are compared by their bytes, without torch.
-        """
+        """Make one NaN a parameter (for integers 0xff bytes), expanded to its shape; a host's are compared as bytes."""
         self._bytes: dict[torch.dtype, bytearray] = {}
         self._blank: dict[torch.dtype, bytes] = {}
         following = {}

@@ -268,10 +268,7 @@ def local_with_memory(tensor: Any, allocate: Callable[..., torch.Tensor]) -> tor
 
 
 def with_memory(tensor: torch.Tensor, allocate: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Return a tensor of the same class, strides and attributes on the CPU. allocate(numel, dtype=) returns its memory.
-
-    A DTensor becomes a whole, plain parameter.
-    """
+    """Return a tensor of the same class, strides and attributes on the CPU; a DTensor becomes a whole, plain parameter."""
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     like = like if like.is_contiguous() else torch.empty_like(like, memory_format=torch.preserve_format)
     memory = allocate(like.numel(), dtype=like.dtype, device="cpu").as_strided(like.shape, like.stride())

@@ -485,10 +485,7 @@ class RowsTaken:
 
 
 def shared_memory(rows: Sequence[ShardedParameter]) -> torch.Tensor | None:
-    """Return memory of a GPU, on which addresses without pages cannot be had, for whole parameters that nothing reads yet.
-
-    They share it until the engine has memory for them: it has the size of the largest one. None on the host.
-    """
+    """Return a GPU's memory for whole parameters that nothing reads yet, of the largest one's size. None on the host."""
     made = [(each.nbytes, held_tensor(each.sharded)) for each in rows if not each.waits]
     most = max((nbytes for nbytes, local in made if cuda.runtime.holds(local)), default=0)
     return made[0][1].new_empty(most, dtype=torch.uint8) if most else None
