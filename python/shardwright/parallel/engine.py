@@ -44,8 +44,6 @@ from .replica import Replica, live_replicas
 if TYPE_CHECKING:
     from ..compress.state import CompressionState, StatesOfParts
 
-__all__ = ["Engine", "engine_of", "needed_engine", "register_face"]
-
 _logger = logging.getLogger("shardwright")
 _UNENDED_FORWARD = (
     "rank %d: a forward of %s ended in an exception, and the next one begins without a step of the optimizer between them. Ranks match "

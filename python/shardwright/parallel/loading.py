@@ -29,8 +29,6 @@ from ..torch_compat.dtensor import held_tensor, is_dtensor, local_part
 from ..torch_compat.internals import buffers_of_state, ignored_by_transformers
 from .replica import Replica
 
-__all__ = ["UnmatchedNames", "fill_module", "place_of"]
-
 #: a cast reads this much at a time
 _CHUNK_BYTES = 16 << 20
 _NAMED_MOST = 3

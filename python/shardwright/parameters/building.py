@@ -37,8 +37,6 @@ from ..torch_compat.internals import buffers_of_state, changing_weights, swap_me
 from .materialize import Writes, initialisers, local_with_memory, part_of_whole, place, places_of, with_memory
 from .sharded_parameter import RowsTaken, ShardedParameter, take_rows
 
-__all__ = ["Building", "PartOfBuilding", "Values", "begin_building"]
-
 #: a parameter below it gets ordinary memory: a range of addresses has whole pages
 _PAGE_BYTES = 4096
 _WHOLE_AT_ONCE = 2

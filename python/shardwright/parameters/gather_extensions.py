@@ -23,8 +23,6 @@ from ..torch_compat.dtensor import held_tensor
 from ..torch_compat.engine_storage import engine_tensor
 from .leaves import Leaf
 
-__all__ = ["Extension", "Extensions", "inner_name"]
-
 #: the outputs begin at multiples of it in the memory that ranks map
 _ALIGNMENT = 128
 

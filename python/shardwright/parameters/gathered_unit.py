@@ -19,8 +19,6 @@ from ..torch_compat.dtensor import held_tensor, is_dtensor
 from .read_guard import Released, change_classes, guarded_classes
 from .sharded_parameter import ShardedParameter, show_sharded, show_whole
 
-__all__ = ["BY_USER", "NOT_PINNED", "UNTIL_RUN", "UNTIL_STEP", "ComputeForm", "Member", "Span", "Unit"]
-
 #: without a frame of Python per parameter
 _version_of = operator.attrgetter("_version")
 

@@ -22,18 +22,6 @@ from ..torch_compat.internals import (
     written_by,
 )
 
-__all__ = [
-    "Writes",
-    "initialisers",
-    "local_with_memory",
-    "materialize",
-    "part_of_whole",
-    "place",
-    "places_of",
-    "waiting_modules",
-    "with_memory",
-]
-
 _Call = tuple[torch.nn.Module, Callable[[], object]]
 #: operations that write some elements of a tensor -> the same on marks of elements, given their other arguments
 _MARKS: Mapping[str, Callable[..., object]] = {

@@ -29,8 +29,6 @@ from ..torch_compat.dtensor import is_dtensor, placed_like, set_dtype
 from ..torch_compat.internals import refresh_weights
 from .sharded_parameter import leaf_of
 
-__all__ = ["PrecisionPlan"]
-
 #: modules -> the names of their parameters whose slots hold copies
 _Taken = list[tuple[torch.nn.Module, list[str]]]
 

@@ -38,19 +38,6 @@ from ..torch_compat.internals import has_weights_beside, refresh_weights
 from .gather_extensions import Extension, inner_name
 from .leaves import Leaf, PlacedLeaf
 
-__all__ = [
-    "RowsTaken",
-    "ShardedParameter",
-    "is_extended",
-    "leaf_entry",
-    "leaf_of",
-    "plain_part",
-    "shared_memory",
-    "sharded_of",
-    "show_sharded",
-    "show_whole",
-]
-
 
 def sharded_of(parameter: torch.Tensor) -> ShardedParameter | None:
     """Return the ShardedParameter of either of its two objects, or of an entry of a table; else None."""
