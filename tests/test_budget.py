@@ -32,7 +32,7 @@ LINES = {
     "shardwright_tools/planner": 2_315,
 }
 #: lines of C, headers and sources: the engine, and the check of its kernels that the tools import
-C_LINES = {"csrc": 52_378, "csrc_check": 2_318}
+C_LINES = {"csrc": 52_369, "csrc_check": 2_318}
 
 
 def lines_of(path: Path) -> int:
