@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = {
     "shardwright": 2_212,
     "shardwright/backend": 582,
-    "shardwright/checkpoint": 10_062,
+    "shardwright/checkpoint": 10_054,
     "shardwright/comm": 2_814,
     "shardwright/compress": 1_160,
     "shardwright/deepspeed": 9,
