@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "case_parts.h"
+#include "kernel_references.h"
 #include "kernels/compress_kernels.h"
 
 /* Options that all but OWE have: the size of a record, its bits, and whether values are wild. */
@@ -32,7 +33,7 @@ static void make_records(sw_case_maker *maker, void *records, void *elements, si
     sw_quantize_args args = {.block = how->block, .bits = how->bits, .part_count = 1};
     args.part[0] = (sw_quantize_part){.records = records, .source = elements, .numel = numel};
     sw_case_fill(maker, elements, numel, SW_DTYPE_FLOAT32, wild);
-    sw_kernel_contracts()[SW_KERNEL_QUANTIZE].reference(&args);
+    sw_kernel_references()[SW_KERNEL_QUANTIZE].reference(&args);
 }
 
 /* A scale may be a NaN; the codes behind it are bytes. */

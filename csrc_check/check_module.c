@@ -38,6 +38,11 @@ void sw_norm_sum_carry(sw_norm_sum *sum)
     engine.norm_sum_carry(sum);
 }
 
+double sw_norm_value(const sw_norm_sum *sum)
+{
+    return engine.norm_value(sum);
+}
+
 /* Fills in *loan for a DeviceComm or None. Returns -1 with an exception. */
 static int borrow(PyObject *comm, sw_kernel_loan *loan)
 {

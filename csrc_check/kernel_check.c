@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "kernel_cases.h"
+#include "kernel_references.h"
 
 enum { GRIDS = 3, WARP = 32 };
 
@@ -63,7 +64,7 @@ static sw_status move(checking *c, bool is_down, sw_error *err)
                   .err = err};
     if (!c->config->strict)
         return copy(c, 0, c->here.arena_bytes, is_down, err);
-    sw_kernel_contracts()[c->config->kernel].accesses(c->here.args.bytes, copy_range, &t);
+    sw_kernel_references()[c->config->kernel].accesses(c->here.args.bytes, copy_range, &t);
     return t.status;
 }
 
@@ -107,11 +108,8 @@ static sw_status run_grid(checking *c, size_t index, int number, sw_error *err)
     sw_kernel_case_move(kernel, &back, c->made, (uintptr_t)c->got);
     SW_TRY(move(c, false, err));
     memcpy(c->got, c->made, bytes);
-    if (device->kind == SW_DEVICE_HOST)
-        sw_kernel_contracts()[kernel].reference(there.args.bytes);
-    else
-        SW_TRY(device->ops->launch_async(device, c->set->function[kernel], grid, there.args.bytes,
-                                         c->stream, err));
+    SW_TRY(device->ops->launch_async(device, c->set->function[kernel], grid, there.args.bytes,
+                                     c->stream, err));
     SW_TRY(move(c, true, err));
     SW_TRY(wait(c, err));
     c->result->launches++;
@@ -124,13 +122,12 @@ static sw_status run_grid(checking *c, size_t index, int number, sw_error *err)
 static sw_status run_case(checking *c, size_t index, sw_error *err)
 {
     sw_kernel kernel = c->config->kernel;
-    const sw_kernel_contract *contract = &sw_kernel_contracts()[kernel];
     sw_kernel_case_make(kernel, index, c->made, &c->here);
-    SW_TRY(contract->check(c->here.args.bytes, err));
+    SW_TRY(sw_kernel_contracts()[kernel].check(c->here.args.bytes, err));
     sw_kernel_case expected = c->here;
     sw_kernel_case_move(kernel, &expected, c->made, (uintptr_t)c->expected);
     memcpy(c->expected, c->made, c->here.arena_bytes);
-    contract->reference(expected.args.bytes);
+    sw_kernel_references()[kernel].reference(expected.args.bytes);
     sw_kernel_case_settle(kernel, expected.args.bytes);
     c->result->cases++;
     for (int number = 0; number < GRIDS; ++number)

@@ -50,7 +50,7 @@ def libraries(mode: Mode) -> dict[str, Path]:
     for name, sources in LIBRARIES.items():
         files = [str(FAKE / source) for source in sources]
         beside = [*map(str, made.values()), "-Wl,-rpath,$ORIGIN"] if made else []
-        own = ["-Icsrc", "-Itests/fake", f"-Wl,-soname,{name}"]
+        own = ["-Icsrc", "-Icsrc_check", "-Itests/fake", f"-Wl,-soname,{name}"]
         command = [mode.compiler, *FLAGS, *WARNINGS, *mode.flags, *own, *files, *beside, "-ldl"]
         made[name] = build_library(folder / name, command, made.values())
     return made
@@ -61,10 +61,11 @@ def reference_kernels(mode: Mode) -> Path:
     layers = ("base", "platform", "tensor", "device", "kernels")
     objects = [made for source, made in built_objects().items() if source.relative_to(CSRC).parts[0] in layers]
     assert objects, "run `make build`"
-    flags = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-g", "-fPIC", "-shared", "-Icsrc", "-Itests/fake"]
-    sources = [str(FAKE / "reference_kernels.c"), *map(str, objects)]
+    flags = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-g", "-fPIC", "-shared", "-Icsrc", "-Icsrc_check", "-Itests/fake"]
+    own = [FAKE / "reference_kernels.c", ROOT / "csrc_check" / "kernel_references.c"]
+    sources = [*map(str, own), *map(str, objects)]
     command = [mode.compiler, *flags, *sources, "-lm", "-ldl"]
-    return build_library(ROOT / "build" / "fake" / mode.name / "libkernels.so", command, objects)
+    return build_library(ROOT / "build" / "fake" / mode.name / "libkernels.so", command, [*own, *objects])
 
 
 def kernel_text() -> Path:

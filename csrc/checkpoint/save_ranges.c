@@ -44,46 +44,81 @@ static const sw_save_source *find_source(const sw_save_part *part, size_t source
     return &part->sources[low];
 }
 
-/* Check that this rank holds bytes [begin, begin + size) of `source`. */
-static sw_status check_held(const sw_save_part *part, size_t source, uint64_t begin, uint64_t size,
-                            int rank, sw_error *err)
+typedef struct walk { /* over bytes of a file that this rank writes */
+    const sw_save_part *part;
+    const sw_plan_file *file;
+    sw_save_visit *visit; /* NULL: only check that it holds them */
+    void *context;
+    int rank; /* for messages */
+    sw_save_span span;
+} walk;
+
+static void visit_span(walk *w, const void *data, size_t size_bytes)
 {
-    const sw_save_source *found = find_source(part, source, begin),
-                         *end = part->sources + part->source_count;
+    w->span.data = data;
+    w->span.size_bytes = size_bytes;
+    if (w->visit)
+        w->visit(w->context, w->span);
+    w->span.at += size_bytes;
+}
+
+/* Visit bytes [begin, begin + size) of `source`. */
+static sw_status walk_source(walk *w, size_t source, uint64_t begin, uint64_t size, sw_error *err)
+{
+    const sw_save_source *found = find_source(w->part, source, begin),
+                         *end = w->part->sources + w->part->source_count;
     for (; size > 0; ++found) {
         if (found >= end || found->source != source || found->begin > begin)
             SW_FAIL(err, SW_E_STATE,
                     "rank %d does not hold byte %" PRIu64
                     " of tensor number %zu, which it would write",
-                    rank, begin, source);
+                    w->rank, begin, source);
         uint64_t left = found->begin + found->size_bytes - begin, piece = left < size ? left : size;
+        w->span.is_on_device = found->is_on_device;
+        visit_span(w, (const uint8_t *)found->data + (begin - found->begin), (size_t)piece);
         begin += piece;
         size -= piece;
     }
     return SW_OK;
 }
 
-/* Check that this rank holds the pieces of a range assigned to it. */
-static sw_status check_range(const sw_save_part *part, const sw_plan_range *range, int rank,
-                             sw_error *err)
+/* Visit bytes [at, end) of the file, its header included. */
+static sw_status walk_file(walk *w, uint64_t at, uint64_t end, sw_error *err)
 {
-    const sw_plan *plan = part->plan;
-    const sw_plan_file *file = &plan->files[range->file];
-    uint64_t end = range->end, at = range->begin;
+    const sw_plan *plan = w->part->plan;
+    const sw_plan_file *file = w->file;
     if (at < file->header_bytes && !file->header)
         SW_FAIL(err, SW_E_STATE,
-                "rank %d would write the header of '%.200s', which was trimmed from its plan", rank,
-                file->path);
-    if (at < file->header_bytes)
-        at = end < file->header_bytes ? end : file->header_bytes;
+                "rank %d would write the header of '%.200s', which was trimmed from its plan",
+                w->rank, file->path);
+    if (at < file->header_bytes) {
+        uint64_t stop = end < file->header_bytes ? end : file->header_bytes;
+        w->span.is_header = true;
+        visit_span(w, (const uint8_t *)file->header + at, (size_t)(stop - at));
+        w->span.is_header = false;
+        at = stop;
+    }
     for (size_t p = sw_plan_find_piece(plan, file, at); at < end; ++p) {
         const sw_plan_piece *piece = &plan->pieces[p];
         uint64_t stop =
             piece->begin + piece->size_bytes < end ? piece->begin + piece->size_bytes : end;
-        SW_TRY(check_held(part, piece->source, at - piece->begin, stop - at, rank, err));
+        SW_TRY(walk_source(w, piece->source, at - piece->begin, stop - at, err));
         at = stop;
     }
     return SW_OK;
+}
+
+void sw_save_walk(const sw_save_chunk *chunk, sw_save_visit *visit, void *context)
+{
+    for (uint32_t i = 0; i < chunk->range_count; ++i) {
+        sw_save_range *range = &chunk->ranges[i];
+        walk w = {.part = chunk->part,
+                  .file = range->file,
+                  .visit = visit,
+                  .context = context,
+                  .span = {.range = range, .at = range->at}};
+        (void)!walk_file(&w, range->offset, range->offset + range->size_bytes, NULL);
+    }
 }
 
 /* Add the ranges that this rank holds in parts to those assigned to it. `file` starts at the
@@ -147,8 +182,11 @@ static sw_status list_files_ranges(const sw_save_part *part, int rank, int world
         SW_FAIL(err, SW_E_MEMORY, "no memory for %zu ranges of a save", part->source_count);
     list->ranges = grown;
     SW_TRY(add_held(part, list, err));
-    for (size_t i = 0; i < given; ++i)
-        SW_TRY(check_range(part, &list->ranges[i], speaker, err));
+    for (size_t i = 0; i < given; ++i) {
+        const sw_plan_range *range = &list->ranges[i];
+        walk w = {.part = part, .file = &part->plan->files[range->file], .rank = speaker};
+        SW_TRY(walk_file(&w, range->begin, range->end, err));
+    }
     sort_ranges(list);
     return join_ranges(part->plan, list, err);
 }
@@ -322,53 +360,6 @@ void sw_save_forget_ranges(sw_saver *saver)
     saver->sources = NULL;
     saver->chunk_count = saver->range_count = saver->next_chunk = 0;
     pthread_mutex_unlock(&saver->mutex);
-}
-
-static void walk_source(const sw_save_part *part, size_t source, uint64_t begin, sw_save_span span,
-                        sw_save_visit *visit, void *context)
-{
-    size_t size = span.size_bytes;
-    for (const sw_save_source *found = find_source(part, source, begin); size > 0; ++found) {
-        uint64_t left = found->begin + found->size_bytes - begin;
-        span.size_bytes = left < size ? (size_t)left : size;
-        span.data = (const uint8_t *)found->data + (begin - found->begin);
-        span.is_on_device = found->is_on_device;
-        visit(context, span);
-        span.at += span.size_bytes;
-        begin += span.size_bytes;
-        size -= span.size_bytes;
-    }
-}
-
-static void walk_range(const sw_save_part *part, sw_save_range *range, sw_save_visit *visit,
-                       void *context)
-{
-    const sw_plan_file *file = range->file;
-    uint64_t at = range->offset, end = at + range->size_bytes;
-    sw_save_span span = {.range = range, .at = range->at};
-    if (at < file->header_bytes) {
-        span.data = (const uint8_t *)file->header + at;
-        span.is_header = true;
-        span.size_bytes = (size_t)((end < file->header_bytes ? end : file->header_bytes) - at);
-        visit(context, span);
-        at += span.size_bytes;
-        span.is_header = false;
-    }
-    for (size_t p = sw_plan_find_piece(part->plan, file, at); at < end; ++p) {
-        const sw_plan_piece *piece = &part->plan->pieces[p];
-        uint64_t stop =
-            piece->begin + piece->size_bytes < end ? piece->begin + piece->size_bytes : end;
-        span.at = range->at + (size_t)(at - range->offset);
-        span.size_bytes = (size_t)(stop - at);
-        walk_source(part, piece->source, at - piece->begin, span, visit, context);
-        at = stop;
-    }
-}
-
-void sw_save_walk(const sw_save_chunk *chunk, sw_save_visit *visit, void *context)
-{
-    for (uint32_t i = 0; i < chunk->range_count; ++i)
-        walk_range(chunk->part, &chunk->ranges[i], visit, context);
 }
 
 uint64_t sw_save_block_of(const sw_saver *saver, const sw_save_chunk *chunk,

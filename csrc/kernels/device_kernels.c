@@ -17,6 +17,14 @@ FITS(matrices);
 FITS(orthonormalize);
 FITS(put);
 
+static sw_status find_functions(sw_kernel_set *set, sw_error *err)
+{
+    for (int k = 0; k < SW_KERNEL_COUNT; ++k)
+        SW_TRY(set->device->ops->module_function(
+            set->device, set->module, sw_kernel_contracts()[k].name, &set->function[k], err));
+    return SW_OK;
+}
+
 static sw_status load_found(sw_kernel_set *set, const sw_image_places *places, sw_error *err)
 {
     const sw_device_ops *ops = set->device->ops;
@@ -27,10 +35,7 @@ static sw_status load_found(sw_kernel_set *set, const sw_image_places *places, s
     sw_status status = ops->module_load(set->device, image.data, &set->module, err);
     sw_image_fini(&image);
     SW_TRY(status);
-    for (int k = 0; k < SW_KERNEL_COUNT; ++k)
-        SW_TRY(ops->module_function(set->device, set->module, sw_kernel_contracts()[k].name,
-                                    &set->function[k], err));
-    return SW_OK;
+    return find_functions(set, err);
 }
 
 /* An image may come from a newer compiler than the driver's, and the driver then refuses it: try
@@ -64,15 +69,13 @@ sw_status sw_kernel_set_init(sw_kernel_set *set, sw_device *device, const sw_ima
                              sw_error *err)
 {
     sw_kernel_set made = {.device = device};
-    if (device->kind == SW_DEVICE_CUDA) {
-        sw_status status = load(&made, places, err);
-        if (status != SW_OK) {
-            sw_kernel_set_fini(&made);
-            return status;
-        }
-    }
-    *set = made;
-    return SW_OK;
+    sw_status status =
+        device->kind == SW_DEVICE_CUDA ? load(&made, places, err) : find_functions(&made, err);
+    if (status == SW_OK)
+        *set = made;
+    else
+        sw_kernel_set_fini(&made);
+    return status;
 }
 
 void sw_kernel_set_fini(sw_kernel_set *set)
@@ -91,11 +94,6 @@ sw_status sw_kernel_launch(const sw_kernel_set *set, sw_kernel kernel, const voi
         void *pointer; /* gives the union a pointer's alignment */
     } copy;
     SW_TRY(contract->check(args, err));
-    if (set->device->kind == SW_DEVICE_HOST) {
-        set->device->stats.launches++;
-        contract->reference(args);
-        return SW_OK;
-    }
     memcpy(copy.bytes, args, contract->args_bytes);
     return set->device->ops->launch_async(set->device, set->function[kernel],
                                           contract->grid(args, set->device->processor_count),

@@ -1,9 +1,8 @@
-/* device_kernels.h - the kernels that run on a device: their meaning and their memory accesses.
+/* device_kernels.h - the kernels that run on a device, and their meaning.
  *
- * A kernel is named by a number and takes one structure (kernel_args.h). Its contract declares the
- * ranges of memory that it reads and writes, and names a host function of the same meaning. The
- * host device calls that function; a GPU runs the .cu kernel of the same name. The simulated GPU of
- * the tests calls the function too and checks it against the declared ranges.
+ * A kernel is named by a number and takes one structure (kernel_args.h). Its contract checks the
+ * arguments and chooses the grid. A function of the host with the same meaning, and the ranges of
+ * memory that the kernel accesses, are beside the engine (csrc_check/kernel_references.h).
  *
  *   CAST          to[i] = round(from[i] * scale) to to_dtype; any of float32, float16, bfloat16
  *   PACK          copies up to SW_PACK_SEGMENT_MAX segments: tensors into a bucket, or back, or
@@ -42,7 +41,7 @@
  *   PUT           to[i] = byte[i], up to SW_PUT_BYTES_MAX bytes that travel in the arguments, so
  *                 that no host memory has to outlive the call
  *
- * Memory is the caller's and must live until the stream has passed the launch. Cost: the declared
+ * Memory is the caller's and must live until the stream has passed the launch. Cost: the accessed
  * bytes, once each; QUANTIZE and FOLD_RECORDS read records of more than 512 elements twice.
  *
  * Thread rule: any; a kernel set is read-only once created.
@@ -70,18 +69,11 @@
 #define SW_KERNEL_NUMBER(number, noun) SW_KERNEL_##number,
 typedef enum sw_kernel { SW_KERNELS(SW_KERNEL_NUMBER) SW_KERNEL_COUNT } sw_kernel;
 
-typedef enum sw_access { SW_ACCESS_READ = 1, SW_ACCESS_WRITE = 2, SW_ACCESS_BOTH = 3 } sw_access;
-
-/* Report one range, which may have 0 bytes. */
-typedef void sw_access_fn(void *context, const void *begin, size_t size_bytes, sw_access access);
-
 typedef struct sw_kernel_contract {
     const char *name; /* name of the .cu function */
     size_t args_bytes;
     /* Return SW_E_INVALID with the argument that is out of range. */
     sw_status (*check)(const void *args, sw_error *err);
-    void (*accesses)(const void *args, sw_access_fn *report, void *context);
-    void (*reference)(const void *args);
     sw_grid (*grid)(const void *args, int processor_count);
 } sw_kernel_contract;
 
@@ -95,11 +87,11 @@ typedef struct sw_kernel_set {
     sw_image_origin origin; /* the place where the image was found */
 } sw_kernel_set;
 
-/* Load the kernels of `device`; on a GPU find or compile their image (kernel_image.h). */
+/* Load the kernels of `device`; of a GPU find or compile their image (kernel_image.h). */
 SW_MUST_USE sw_status sw_kernel_set_init(sw_kernel_set *set, sw_device *device,
                                          const sw_image_places *places, sw_error *err);
 void sw_kernel_set_fini(sw_kernel_set *set);
 
-/* Enqueue a kernel on `stream`; the host device runs it at once. `args` is copied. */
+/* Enqueue a kernel on `stream`. `args` is copied. */
 SW_MUST_USE sw_status sw_kernel_launch(const sw_kernel_set *set, sw_kernel kernel, const void *args,
                                        sw_stream *stream, sw_error *err);

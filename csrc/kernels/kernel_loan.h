@@ -16,4 +16,5 @@ typedef struct sw_kernel_loan {
     const sw_kernel_table *(*kernels)(void);
     sw_status (*redop_check)(sw_redop op, sw_dtype dtype, sw_error *err);
     void (*norm_sum_carry)(sw_norm_sum *sum);
+    double (*norm_value)(const sw_norm_sum *sum);
 } sw_kernel_loan;

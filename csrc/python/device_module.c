@@ -75,7 +75,8 @@ static PyObject *kernel_loan(PyObject *module, PyObject *comm)
     sw_kernel_loan loan = {.contracts = sw_kernel_contracts,
                            .kernels = sw_kernels,
                            .redop_check = sw_redop_check,
-                           .norm_sum_carry = sw_norm_sum_carry};
+                           .norm_sum_carry = sw_norm_sum_carry,
+                           .norm_value = sw_norm_value};
     if (comm != Py_None) {
         device_comm_object *gpu = sw_py_device_comm_of(module, comm);
         if (!gpu || !sw_py_device_lend_kernels(gpu))

@@ -10,114 +10,72 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._engine import CheckpointError, CommError, CommTimeoutError, Error, NewerCheckpointError
+from ._engine import CheckpointError as CheckpointError
+from ._engine import CommError as CommError
+from ._engine import CommTimeoutError as CommTimeoutError
+from ._engine import Error as Error
+from ._engine import NewerCheckpointError as NewerCheckpointError
 
 if TYPE_CHECKING:
-    from . import checkpoint, elastic, hooks, optim
-    from ._version import __version__
-    from .checkpoint import Checkpointer, load, save, save_pretrained
-    from .checkpoint.survive import steps, survive
-    from .comm.process_group import init_process_group
-    from .description import describe, stats
-    from .fsdp1 import FullyShardedDataParallel
-    from .integrations import deepspeed
-    from .integrations.meta_loading import meta_loading
-    from .observe.metrics import metrics
-    from .observe.trace import trace
-    from .optim.clip_grad import clip_grad_norm_, local_norms
-    from .optim.diloco import DiLoCo
-    from .optim.scale_lr import scale_lr
-    from .options.compressors import Bf16, Fp16, Int4, Int8, PowerSGD
-    from .options.options import Options
-    from .options.precision import Precision
-    from .parallel.activations import checkpoint_units
-    from .parallel.composition.pipeline import PipelineStage
-    from .parallel.ddp import DistributedDataParallel
-    from .parallel.fully_shard import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
-    from .parallel.headroom import headroom
-    from .parallel.sync_batch_norm import SyncBatchNorm
-    from .parallel.unit_calls import compile_units
-    from .parameters.materialize import materialize
-    from .pretrained import load_pretrained
-    from .streaming import Sharding, iter_full_parameters, sharding
-    from .wrapping import (
-        average_gradients,
-        full_gradients,
-        full_optimizer_state_dict,
-        full_parameters,
-        full_state_dict,
-        load_full_optimizer_state_dict,
-        load_full_state_dict,
-        shard_optimizer,
-        unwrap,
-        wrap,
-    )
-
-__all__ = [
-    "Bf16",
-    "CheckpointError",
-    "Checkpointer",
-    "CommError",
-    "CommTimeoutError",
-    "DiLoCo",
-    "DistributedDataParallel",
-    "Error",
-    "FSDPModule",
-    "Fp16",
-    "FullyShardedDataParallel",
-    "Int4",
-    "Int8",
-    "NewerCheckpointError",
-    "Options",
-    "PipelineStage",
-    "PowerSGD",
-    "Precision",
-    "Sharding",
-    "SyncBatchNorm",
-    "__version__",
-    "average_gradients",
-    "checkpoint",
-    "checkpoint_units",
-    "clip_grad_norm_",
-    "compile_units",
-    "deepspeed",
-    "describe",
-    "elastic",
-    "full_gradients",
-    "full_optimizer_state_dict",
-    "full_parameters",
-    "full_state_dict",
-    "fully_shard",
-    "headroom",
-    "hooks",
-    "init_process_group",
-    "iter_full_parameters",
-    "load",
-    "load_full_optimizer_state_dict",
-    "load_full_state_dict",
-    "load_pretrained",
-    "local_norms",
-    "materialize",
-    "meta_loading",
-    "metrics",
-    "optim",
-    "register_fsdp_forward_method",
-    "save",
-    "save_pretrained",
-    "scale_lr",
-    "shard_optimizer",
-    "share_comm_ctx",
-    "sharding",
-    "stats",
-    "steps",
-    "survive",
-    "trace",
-    "unwrap",
-    "wrap",
-]
+    from . import checkpoint as checkpoint
+    from . import elastic as elastic
+    from . import hooks as hooks
+    from . import optim as optim
+    from ._version import __version__ as __version__
+    from .checkpoint import Checkpointer as Checkpointer
+    from .checkpoint import load as load
+    from .checkpoint import save as save
+    from .checkpoint import save_pretrained as save_pretrained
+    from .checkpoint.survive import steps as steps
+    from .checkpoint.survive import survive as survive
+    from .comm.process_group import init_process_group as init_process_group
+    from .description import describe as describe
+    from .description import stats as stats
+    from .fsdp1 import FullyShardedDataParallel as FullyShardedDataParallel
+    from .integrations import deepspeed as deepspeed
+    from .integrations.meta_loading import meta_loading as meta_loading
+    from .observe.metrics import metrics as metrics
+    from .observe.trace import trace as trace
+    from .optim.clip_grad import clip_grad_norm_ as clip_grad_norm_
+    from .optim.clip_grad import local_norms as local_norms
+    from .optim.diloco import DiLoCo as DiLoCo
+    from .optim.scale_lr import scale_lr as scale_lr
+    from .options.compressors import Bf16 as Bf16
+    from .options.compressors import Fp16 as Fp16
+    from .options.compressors import Int4 as Int4
+    from .options.compressors import Int8 as Int8
+    from .options.compressors import PowerSGD as PowerSGD
+    from .options.options import Options as Options
+    from .options.precision import Precision as Precision
+    from .parallel.activations import checkpoint_units as checkpoint_units
+    from .parallel.composition.pipeline import PipelineStage as PipelineStage
+    from .parallel.ddp import DistributedDataParallel as DistributedDataParallel
+    from .parallel.fully_shard import FSDPModule as FSDPModule
+    from .parallel.fully_shard import fully_shard as fully_shard
+    from .parallel.fully_shard import register_fsdp_forward_method as register_fsdp_forward_method
+    from .parallel.fully_shard import share_comm_ctx as share_comm_ctx
+    from .parallel.headroom import headroom as headroom
+    from .parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+    from .parallel.unit_calls import compile_units as compile_units
+    from .parameters.materialize import materialize as materialize
+    from .pretrained import load_pretrained as load_pretrained
+    from .streaming import Sharding as Sharding
+    from .streaming import iter_full_parameters as iter_full_parameters
+    from .streaming import sharding as sharding
+    from .wrapping import average_gradients as average_gradients
+    from .wrapping import full_gradients as full_gradients
+    from .wrapping import full_optimizer_state_dict as full_optimizer_state_dict
+    from .wrapping import full_parameters as full_parameters
+    from .wrapping import full_state_dict as full_state_dict
+    from .wrapping import load_full_optimizer_state_dict as load_full_optimizer_state_dict
+    from .wrapping import load_full_state_dict as load_full_state_dict
+    from .wrapping import shard_optimizer as shard_optimizer
+    from .wrapping import unwrap as unwrap
+    from .wrapping import wrap as wrap
 
 #: submodule -> the public names that it defines
 _NAMES = {
+    "_engine": "CheckpointError CommError CommTimeoutError Error NewerCheckpointError",
     "_version": "__version__",
     "checkpoint": "Checkpointer load save save_pretrained",
     "checkpoint.survive": "steps survive",
@@ -147,12 +105,14 @@ _NAMES = {
     " load_full_optimizer_state_dict load_full_state_dict shard_optimizer unwrap wrap",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+_MODULES = ("checkpoint", "deepspeed", "elastic", "hooks", "optim")
+__all__ = sorted([*_HOMES, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name in ("checkpoint", "deepspeed", "elastic", "hooks", "optim"):
+    if name in _MODULES:
         return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_near(name)}")
@@ -172,4 +132,4 @@ def _near(name: str) -> str:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, "checkpoint", "deepspeed", "elastic", "hooks", "optim"})
+    return sorted({*globals(), *__all__})

@@ -21,8 +21,6 @@ from .parameters.whole_reads import Pool, Reads, aligned, check_plain, flat_like
 from .torch_compat import cuda
 from .torch_compat.adapters import Made, merged_names
 
-__all__ = ["Sharding", "iter_full_parameters", "sharding"]
-
 _CALL = "iter_full_parameters"
 _Names = Collection[str] | Callable[[str], bool] | None
 

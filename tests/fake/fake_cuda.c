@@ -334,14 +334,14 @@ static void spoil(void *context, const void *begin, size_t size_bytes, sw_access
 /* By the host reference, or by the kernel's own text. */
 static void compute(const sim_op *op)
 {
-    int kernel = (int)(op->contract - sim.contracts);
+    int kernel = (int)(op->reference - sim.references);
     bool is_done = kernel + 1 != sim.spoiled;
     if (!sim.text)
-        op->contract->reference(op->args);
+        op->reference->reference(op->args);
     else if (!sim.text(kernel, op->args, op->grid.block_count, op->grid.thread_count))
-        sim_report("stuck kernel", op->contract->name, &op->site, NULL);
+        sim_report("stuck kernel", op->reference->name, &op->site, NULL);
     if (!is_done)
-        op->contract->accesses(op->args, spoil, &is_done);
+        op->reference->accesses(op->args, spoil, &is_done);
 }
 
 /* Run the host reference and look for bytes that changed although the contract does not declare
@@ -350,7 +350,7 @@ static void run_kernel(sim_op *op)
 {
     size_t total = 0;
     kept.writable_count = 0;
-    op->contract->accesses(op->args, mark_writable, NULL);
+    op->reference->accesses(op->args, mark_writable, NULL);
     for (const sim_block *b = sim.blocks; b; b = b->next)
         total += is_compared(b) ? b->size_bytes : 0;
     if (total > kept.room_bytes) {
@@ -374,7 +374,7 @@ static void run_kernel(sim_op *op)
     }
     for (const sim_block *b = sim.blocks; b; b = b->next)
         if (is_compared(b) && memcmp(b->before, b->memory, b->size_bytes) != 0)
-            sim_report("undeclared write", op->contract->name, &op->site, NULL);
+            sim_report("undeclared write", op->reference->name, &op->site, NULL);
 }
 
 typedef struct tracking {
@@ -447,9 +447,9 @@ SIM_API int cuModuleGetFunction(sw_cu_function *function, sw_cu_module module, c
 {
     (void)module;
     ENTER_CONTEXT("cuModuleGetFunction");
-    for (int k = 0; k < sim.contract_count; ++k)
-        if (strcmp(sim.contracts[k].name, name) == 0) {
-            *function = (sw_cu_function)(void *)(uintptr_t)&sim.contracts[k];
+    for (int k = 0; k < sim.reference_count; ++k)
+        if (strcmp(sim.references[k].name, name) == 0) {
+            *function = (sw_cu_function)(void *)(uintptr_t)&sim.references[k];
             LEAVE(SW_CU_SUCCESS);
         }
     LEAVE(SW_CU_NOT_FOUND);
@@ -458,7 +458,7 @@ SIM_API int cuModuleGetFunction(sw_cu_function *function, sw_cu_module module, c
 SIM_API int cuFuncLoad(sw_cu_function function)
 {
     ENTER_CONTEXT_APART("cuFuncLoad");
-    is_loaded[(const sw_kernel_contract *)(void *)function - sim.contracts] = true;
+    is_loaded[(const sw_kernel_reference *)(void *)function - sim.references] = true;
     LEAVE(SW_CU_SUCCESS);
 }
 
@@ -469,22 +469,22 @@ SIM_API int cuLaunchKernel(sw_cu_function function, unsigned grid_x, unsigned gr
 {
     ENTER_CONTEXT("cuLaunchKernel");
     QUEUED_STREAM(stream);
-    const sw_kernel_contract *contract = (const sw_kernel_contract *)(void *)function;
+    const sw_kernel_reference *reference = (const sw_kernel_reference *)(void *)function;
     if (extra || !grid_x || grid_y != 1 || grid_z != 1 || !block_x ||
         block_x * block_y * block_z > 1024)
         LEAVE(SW_CU_INVALID_VALUE);
     (void)shared_bytes;
-    sim_op *op = sim_op_new(OP_WORK, contract->name);
+    sim_op *op = sim_op_new(OP_WORK, reference->name);
     tracking t = {.stream = stream, .site = &op->site};
     op->run = run_kernel;
-    op->contract = contract;
+    op->reference = reference;
     op->grid = (sw_grid){.block_count = grid_x, .thread_count = block_x};
-    op->args = malloc(contract->args_bytes);
-    memcpy(op->args, parameters[0], contract->args_bytes);
+    op->args = malloc(reference->args_bytes);
+    memcpy(op->args, parameters[0], reference->args_bytes);
     sim_tick(stream);
-    contract->accesses(op->args, track_access, &t);
-    if (!is_loaded[contract - sim.contracts])
-        sim_report("lazy load", contract->name, &op->site, NULL);
+    reference->accesses(op->args, track_access, &t);
+    if (!is_loaded[reference - sim.references])
+        sim_report("lazy load", reference->name, &op->site, NULL);
     bool is_torch = stream->is_torch;
     sim_enqueue(stream, op);
     sim_leave();

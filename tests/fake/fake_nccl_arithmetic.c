@@ -41,9 +41,9 @@ size_t nccl_element_bytes(int dtype)
 
 static void run_reference(const char *name, const void *args)
 {
-    for (int k = 0; k < sim.contract_count; ++k)
-        if (strcmp(sim.contracts[k].name, name) == 0)
-            sim.contracts[k].reference(args);
+    for (int k = 0; k < sim.reference_count; ++k)
+        if (strcmp(sim.references[k].name, name) == 0)
+            sim.references[k].reference(args);
 }
 
 static void cast(void *to, int to_dtype, const void *from, int from_dtype, size_t numel,

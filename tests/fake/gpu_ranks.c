@@ -45,7 +45,7 @@ bool gpu_ranks_init(int argc, char **argv)
     void *symbol = dlsym(handle, "sim_get_controls");
     memcpy(&get, &symbol, sizeof get);
     gpu_sim = get();
-    gpu_sim->use_kernels(sw_kernel_contracts(), SW_KERNEL_COUNT);
+    gpu_sim->use_kernels(sw_kernel_references(), SW_KERNEL_COUNT);
     return check(write_image(), "no image in %s", gpu_folder);
 }
 

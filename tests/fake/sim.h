@@ -28,7 +28,7 @@
 
 #include "comm/nccl_abi.h"
 #include "device/cuda_abi.h"
-#include "kernels/device_kernels.h"
+#include "kernel_references.h"
 
 #define SIM_API __attribute__((visibility("default")))
 
@@ -67,7 +67,7 @@ enum {
 typedef struct sim_controls {
     /* Forget everything; `ranks` threads will come, each with sim_rank_begin. */
     void (*reset)(int ranks, sim_policy policy, uint64_t seed);
-    void (*use_kernels)(const sw_kernel_contract *contracts, int count);
+    void (*use_kernels)(const sw_kernel_reference *references, int count);
     void (*rank_begin)(int rank);
     void (*rank_end)(void);
     /* Note that the rank's host itself reads or writes memory that the device knows. */
@@ -150,7 +150,7 @@ typedef enum sim_op_kind {
 typedef struct sim_op {
     sim_op_kind kind;
     void (*run)(struct sim_op *op); /* OP_WORK */
-    const sw_kernel_contract *contract;
+    const sw_kernel_reference *reference;
     unsigned char *args; /* owned */
     void *to;
     const void *from;
@@ -245,8 +245,8 @@ typedef struct sim_state {
     long blocked_calls; /* calls that blocked so far */
     uint64_t memory_limit_bytes; /* of device memory that is allocated and cached; 0: none */
     uint64_t cached_bytes;       /* torch's allocator holds them */
-    const sw_kernel_contract *contracts;
-    int contract_count;
+    const sw_kernel_reference *references;
+    int reference_count;
     sim_kernel_text *text; /* runs kernels in place of their references; or NULL */
     int spoiled;           /* the kernel, from 1, whose first written byte comes out wrong; 0: none */
     int report_count;

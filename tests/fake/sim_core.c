@@ -380,10 +380,10 @@ static void reset(int ranks, sim_policy policy, uint64_t seed)
     pthread_mutex_unlock(&gate);
 }
 
-static void use_kernels(const sw_kernel_contract *contracts, int count)
+static void use_kernels(const sw_kernel_reference *references, int count)
 {
-    sim.contracts = contracts;
-    sim.contract_count = count;
+    sim.references = references;
+    sim.reference_count = count;
 }
 
 static void fail_call(int rank, long nth, int result)

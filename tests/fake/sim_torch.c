@@ -50,12 +50,12 @@ static sw_cu_stream stream_of(void *handle)
     return handle ? handle : sim.context[0].legacy;
 }
 
-/* Begin a simulation of one rank with the kernels of these contracts. */
-SIM_API void sim_torch_begin(int policy, uint64_t seed, const sw_kernel_contract *contracts,
+/* Begin a simulation of one rank with the kernels of these references. */
+SIM_API void sim_torch_begin(int policy, uint64_t seed, const sw_kernel_reference *references,
                              int count)
 {
     sim_get_controls()->reset(1, (sim_policy)policy, seed);
-    sim_get_controls()->use_kernels(contracts, count);
+    sim_get_controls()->use_kernels(references, count);
     sim.host_thread = sim_thread();
     sim_lock();
     for (int i = 0; i < LABEL_MAX && loaded[i]; ++i) {

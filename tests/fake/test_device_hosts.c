@@ -77,14 +77,14 @@ static double as(double value, sw_dtype dtype)
                          .scale = 1.0f,
                          .to_dtype = (int)dtype,
                          .from_dtype = (int)SW_DTYPE_FLOAT32};
-    sw_kernel_contracts()[SW_KERNEL_CAST].reference(&cast);
+    sw_kernel_references()[SW_KERNEL_CAST].reference(&cast);
     cast = (sw_cast_args){.to = &wide,
                           .from = &half,
                           .numel = 1,
                           .scale = 1.0f,
                           .to_dtype = (int)SW_DTYPE_FLOAT32,
                           .from_dtype = (int)dtype};
-    sw_kernel_contracts()[SW_KERNEL_CAST].reference(&cast);
+    sw_kernel_references()[SW_KERNEL_CAST].reference(&cast);
     return wide;
 }
 
@@ -170,7 +170,7 @@ static void store(void *array, size_t i, double value, sw_dtype dtype)
                        : is_half(dtype)          ? (const void *)&half
                                                  : (const void *)&single;
     if (is_half(dtype))
-        sw_kernel_contracts()[SW_KERNEL_CAST].reference(&cast);
+        sw_kernel_references()[SW_KERNEL_CAST].reference(&cast);
     memcpy((char *)array + i * bytes, from, bytes);
 }
 

@@ -46,7 +46,7 @@ static void convert(void *to, sw_dtype to_dtype, const void *from, sw_dtype from
                          .scale = scale,
                          .to_dtype = (int)to_dtype,
                          .from_dtype = (int)from_dtype};
-    sw_kernel_contracts()[SW_KERNEL_CAST].reference(&cast);
+    sw_kernel_references()[SW_KERNEL_CAST].reference(&cast);
 }
 
 typedef struct buffers {

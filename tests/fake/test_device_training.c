@@ -153,7 +153,7 @@ static void narrow(void *to, const float *from, size_t numel, sw_dtype dtype)
                          .scale = 1.0f,
                          .to_dtype = (int)dtype,
                          .from_dtype = (int)SW_DTYPE_FLOAT32};
-    sw_kernel_contracts()[SW_KERNEL_CAST].reference(&cast);
+    sw_kernel_references()[SW_KERNEL_CAST].reference(&cast);
 }
 
 /* Add the accumulated mean to the gradients that stand, as autograd would. */
@@ -202,7 +202,7 @@ static double oracle(const training *run, int world_size, int steps,
             check(sw_norm_add(&sum, &array, 1, NULL) == SW_OK, "norm");
             sw_adam_args adam =
                 adam_of(result[b], m[b], v[b], mean[b], numel_of(b), dtype_of(b), step);
-            sw_kernel_contracts()[SW_KERNEL_ADAM].reference(&adam);
+            sw_kernel_references()[SW_KERNEL_ADAM].reference(&adam);
         }
         sw_norm_close(&sum);
         norm = sw_norm_value(&sum);

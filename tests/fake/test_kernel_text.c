@@ -9,6 +9,7 @@
 
 #include "check.h"
 #include "kernel_cases.h"
+#include "kernel_references.h"
 
 bool run_kernel_text(int kernel, const void *args, unsigned blocks, unsigned threads);
 
@@ -69,8 +70,8 @@ static void run_case(sw_kernel kernel, size_t index)
         return;
     memcpy(before, arena, made.arena_bytes);
     memset(writable, 0, made.arena_bytes);
-    contract->accesses(made.args.bytes, mark, NULL);
-    contract->reference(made.args.bytes);
+    sw_kernel_references()[kernel].accesses(made.args.bytes, mark, NULL);
+    sw_kernel_references()[kernel].reference(made.args.bytes);
     sw_kernel_case_settle(kernel, made.args.bytes);
     memcpy(by_reference, arena, made.arena_bytes);
     /* In turns, since the text runs one thread at a time; every grid in the long form. */

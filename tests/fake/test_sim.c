@@ -278,14 +278,14 @@ static void check_strictly(void)
 
 int main(int argc, char **argv)
 {
-    static sw_kernel_contract contracts[SW_KERNEL_COUNT];
+    static sw_kernel_reference references[SW_KERNEL_COUNT];
     setenv("NCCL_RUNTIME_CONNECT", "0", 1); /* a planted deadlock is the GPU's */
     if (!gpu_ranks_init(argc, argv))
         return check_result();
-    memcpy(contracts, sw_kernel_contracts(), sizeof contracts);
-    contracts[SW_KERNEL_CAST].reference = stray_reference;
-    contracts[SW_KERNEL_CAST].accesses = stray_accesses;
-    gpu_sim->use_kernels(contracts, SW_KERNEL_COUNT);
+    memcpy(references, sw_kernel_references(), sizeof references);
+    references[SW_KERNEL_CAST].reference = stray_reference;
+    references[SW_KERNEL_CAST].accesses = stray_accesses;
+    gpu_sim->use_kernels(references, SW_KERNEL_COUNT);
     check_strictly();
     for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
         for (defect planted = NONE; planted < DEFECT_COUNT; ++planted) {

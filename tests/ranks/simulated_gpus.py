@@ -253,7 +253,7 @@ class SimulatedGpus:
         self._cuda = ctypes.CDLL(paths["cuda"], ctypes.RTLD_GLOBAL)
         self._nccl = ctypes.CDLL(paths["nccl"])  # the engine finds it loaded
         self._kernels = ctypes.CDLL(paths["kernels"])
-        self._kernels.sim_kernel_contracts.restype = ctypes.c_void_p
+        self._kernels.sim_kernel_references.restype = ctypes.c_void_p
         self._kernels.sim_image_hash.restype = ctypes.c_uint64
         self._cuda.sim_torch_stream.restype = ctypes.c_void_p
         self._cuda.sim_torch_leaks.restype = ctypes.c_char_p
@@ -296,7 +296,7 @@ class SimulatedGpus:
         self._patch.setattr(device_transport, "SLOT_BYTES", SLOT_BYTES)
         count = self._kernels.sim_kernel_count()
         self._nccl.sim_nccl_let_aborts_wait(0)
-        self._cuda.sim_torch_begin(self._policy, self._seed, self._kernels.sim_kernel_contracts(), count)
+        self._cuda.sim_torch_begin(self._policy, self._seed, self._kernels.sim_kernel_references(), count)
         self.stream = 0  # the legacy default stream
         self._before = sw_device.runtime
         sw_device.runtime = _Runtime(self)

@@ -22,16 +22,14 @@ _kept: list[Any] = []  # the simulation calls them as long as it lasts
 Reference = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-class Contract(ctypes.Structure):
-    """A ctypes form of sw_kernel_contract."""
+class KernelReference(ctypes.Structure):
+    """A ctypes form of sw_kernel_reference."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),
         ("args_bytes", ctypes.c_size_t),
-        ("check", ctypes.c_void_p),
         ("accesses", ctypes.c_void_p),
         ("reference", ctypes.c_void_p),
-        ("grid", ctypes.c_void_p),
     )
 
 
@@ -42,13 +40,13 @@ def write_beside(gpus: SimulatedGpus, victims: list[torch.Tensor]) -> set[int]:
     Call this before wrapping, which loads the kernels.
     """
     count = gpus._kernels.sim_kernel_count()
-    contracts = (Contract * count).from_buffer_copy(
-        (Contract * count).from_address(gpus._kernels.sim_kernel_contracts())
+    references = (KernelReference * count).from_buffer_copy(
+        (KernelReference * count).from_address(gpus._kernels.sim_kernel_references())
     )
     threads: set[int] = set()
-    for contract in contracts:
-        if contract.name == KERNEL:
-            honest = Reference(contract.reference)
+    for entry in references:
+        if entry.name == KERNEL:
+            honest = Reference(entry.reference)
 
             def reference(args: int) -> None:
                 honest(args)
@@ -57,11 +55,11 @@ def write_beside(gpus: SimulatedGpus, victims: list[torch.Tensor]) -> set[int]:
                 threads.add(threading.get_ident())
 
             _kept.append(Reference(reference))
-            contract.reference = ctypes.cast(_kept[-1], ctypes.c_void_p).value
-    _kept.append(contracts)
+            entry.reference = ctypes.cast(_kept[-1], ctypes.c_void_p).value
+    _kept.append(references)
     gpus._cuda.sim_get_controls.restype = ctypes.POINTER(ctypes.c_void_p)
     use_kernels = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)(gpus._cuda.sim_get_controls()[1])
-    use_kernels(ctypes.addressof(contracts), count)
+    use_kernels(ctypes.addressof(references), count)
     return threads
 
 

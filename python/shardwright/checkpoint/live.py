@@ -32,10 +32,7 @@ NEW = -2
 
 
 class Live:
-    """The live state of this rank, and an observer of its Checkpointer's saves.
-
-    `number`: of the step that comes next; -1: unknown; NEW: there is none.
-    """
+    """This rank's live state, an observer of its Checkpointer's saves. `number`: of the next step; -1: unknown; NEW: none"""
 
     def __init__(self, training: Training, engines: Sequence[Engine]) -> None:
         self._training, self._engines = training, engines

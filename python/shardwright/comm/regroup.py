@@ -285,10 +285,7 @@ class Regroup:
         Board(os.path.join(self._folder, str(self.attempt + 1))).say("done", True)
 
     def make_group(self) -> None:
-        """Replace torch's default group by one of the members, with a store in their folder. Collective.
-
-        CommError if a member ends meanwhile, or torch cannot connect the members.
-        """
+        """Replace torch's default group by one of the members, or raise CommError if that is impossible. Collective."""
         leave()
         folder, size = os.path.join(self._folder, str(self.attempt)), len(self.members)
         board, short = Board(folder), timedelta(seconds=min(_CONNECT_S, self._timeout.total_seconds()))

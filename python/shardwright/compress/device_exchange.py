@@ -33,10 +33,7 @@ _ALIGNMENT = 64
 
 
 class DeviceExchange:
-    """An exchange over the communicator of a link. `like`: any tensor on its GPU. Every rank makes the same calls.
-
-    `wire_bytes` counts what this rank has sent to peers, `bucket_wire_bytes` by bucket of the last round.
-    """
+    """An exchange over a link's communicator, which counts what this rank has sent. Every rank makes the same calls."""
 
     takes_part = True
 

@@ -26,10 +26,7 @@ _SCALED = ("error", "memory", "right")
 
 
 class CompressionState:
-    """Entries by parameter in a codec, created at a parameter's first bucket or taken from a loaded state.
-
-    `split` is this rank's position among ranks with other parts of the parameters.
-    """
+    """Entries of a codec by parameter. `split`: this rank's position among ranks with other parts of the parameters."""
 
     kind = ""
     split = ""

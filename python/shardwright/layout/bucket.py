@@ -12,10 +12,7 @@ Place = tuple[Sequence[int], Sequence[int], int]
 
 
 class Bucket:
-    """Gradients in one flat buffer, each in its `places`; None: `flat` itself is the gradient, which may be sparse.
-
-    torch's bucket has no used(), slice_numel() and keeps_slice().
-    """
+    """Gradients in one flat buffer, each in its `places`; None: `flat` itself is the gradient, which may be sparse."""
 
     def __init__(
         self,

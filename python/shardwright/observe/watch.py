@@ -191,10 +191,7 @@ def gpu_memory() -> str:
 
 
 def _watch_samplers() -> None:
-    """Warn once of a DistributedSampler that shuffles and begins again after two whole epochs with one number.
-
-    A look at the first batch, before or after an epoch, is no epoch.
-    """
+    """Warn once of a DistributedSampler that shuffles two whole epochs, more than a look at a batch, with one number."""
     before: Any = DistributedSampler.__iter__
     epochs = WeakIdKeyDictionary()  # sampler -> (its epoch, how often it was given whole before, the last iterator)
     warned = False

@@ -323,10 +323,7 @@ def _values(alias: Any) -> str:
 
 
 def describes_options(taken: Any, **defaults: Any) -> Callable[[_Made], _Made]:
-    """Show the keywords of `**options` in a call's signature and, where it asks for them, its docstring: basic ones first.
-
-    `defaults`: those that differ from Options'.
-    """
+    """Show the keywords of `**options` in a call's signature and docstring. `defaults`: those other than Options'."""
 
     def parameter(name: str) -> inspect.Parameter:
         kind, default = inspect.Parameter.KEYWORD_ONLY, defaults.get(name, getattr(Options, name))

@@ -29,8 +29,6 @@ from .moved_tensors import DeviceStore, FileStore, Moved, Store
 from .replica import live_replicas
 from .unit_calls import COMPILED, change_calls, outermost_units
 
-__all__ = ["checkpoint_units"]
-
 _logger = logging.getLogger("shardwright")
 #: smaller inputs stay in memory
 _MOVED_BYTES = 64 << 10

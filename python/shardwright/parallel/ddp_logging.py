@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["DDPLogger", "IterationTimes"]
-
 #: torch measures the first iterations, and then one of every _SAMPLE_RATE
 _FIRST_ITERATIONS, _SAMPLE_RATE = 10, 100
 #: torch's C++ names of dtypes

@@ -44,8 +44,6 @@ from .replica import Replica, live_replicas
 if TYPE_CHECKING:
     from ..compress.state import CompressionState, StatesOfParts
 
-__all__ = ["Engine", "engine_of", "needed_engine", "register_face"]
-
 _logger = logging.getLogger("shardwright")
 _UNENDED_FORWARD = (
     "rank %d: a forward of %s ended in an exception, and the next one begins without a step of the optimizer between them. Ranks match "
@@ -411,10 +409,7 @@ class Engine:
         return Slicing.of_rows(group.rank, mesh_rows(mesh, self.process_group))
 
     def leave(self) -> None:
-        """Retire the replicas without communication, since ranks were lost. Parameters are whole, with values of any step.
-
-        The next use makes new replicas, collectively over the default group of that time, as it does for a copy.
-        """
+        """Retire the replicas without communication, since ranks were lost; the next use makes new ones, as for a copy."""
         for replica in self.made:
             replica.retire()
         if self._retire is not None:

@@ -20,8 +20,6 @@ from .._engine import Error, Exchange, HostComm
 from ..compress.costs import LEAST_GAIN, bytes_sent, hidden_beside, measure_bandwidth, measure_codecs, slowest
 from .ddp import DistributedDataParallel
 
-__all__ = ["Headroom", "headroom"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:

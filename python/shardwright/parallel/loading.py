@@ -29,8 +29,6 @@ from ..torch_compat.dtensor import held_tensor, is_dtensor, local_part
 from ..torch_compat.internals import buffers_of_state, ignored_by_transformers
 from .replica import Replica
 
-__all__ = ["UnmatchedNames", "fill_module", "place_of"]
-
 #: a cast reads this much at a time
 _CHUNK_BYTES = 16 << 20
 _NAMED_MOST = 3
@@ -58,10 +56,7 @@ class UnmatchedNames(NamedTuple):
 def fill_module(
     bare: torch.nn.Module, replicas: Sequence[Replica], place: Any, *, strict: bool = True, **options: Any
 ) -> UnmatchedNames:
-    """Load the tensors of a place into a module of these replicas. See load_pretrained. Collective.
-
-    `own`: they are the module's own, some buffers that no state dict holds among them, and each must be filled.
-    """
+    """Load the tensors of a place into a module of these replicas. `own`: all of them, each needed. Collective."""
     ranks = next((each.model_ranks for each in replicas if each.model_ranks is not None), None)
     found: UnmatchedNames = together(
         ranks,

@@ -19,8 +19,6 @@ import torch
 
 from .._engine import StateFile
 
-__all__ = ["DeviceStore", "FileStore", "Moved", "Pages", "Store", "in_pages"]
-
 _PAGE_BYTES = 4096
 _GROWTH_BYTES = 64 << 20
 #: bytes of a request; the file has one such buffer for writes and one for reads

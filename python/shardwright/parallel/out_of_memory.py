@@ -14,8 +14,6 @@ from ..layout.rank_memory import Memory
 from ..torch_compat import autograd as _hooks
 from .replica import Replica, live_replicas
 
-__all__ = ["explain", "explain_all", "explain_steps"]
-
 #: returns what a replica holds, or None if that is not known; set by the module that knows optimizers
 memory_of: Callable[[Replica], Memory | None] = lambda replica: None
 _MIB = 2.0**20

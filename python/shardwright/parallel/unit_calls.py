@@ -15,8 +15,6 @@ from ..torch_compat.autograd import is_compiled
 from ..torch_compat.internals import original_of
 from .engine import Engine, engine_of
 
-__all__ = ["COMPILED", "change_calls", "compile_units", "outermost_units", "reduce_plainly"]
-
 _logger = logging.getLogger("shardwright")
 #: the attribute of a unit's class that is True after compile_units
 COMPILED = "_shardwright_compiled"

@@ -37,8 +37,6 @@ from .storage import ParameterMemory
 from .unshard_schedule import ModuleHook
 from .write_guard import SampledParameters
 
-__all__ = ["ParameterAccess"]
-
 _VALUES, _GRADIENTS = 0, 1
 _shown_to_children: weakref.WeakSet[ParameterAccess] = weakref.WeakSet()
 

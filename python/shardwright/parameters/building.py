@@ -37,8 +37,6 @@ from ..torch_compat.internals import buffers_of_state, changing_weights, swap_me
 from .materialize import Writes, initialisers, local_with_memory, part_of_whole, place, places_of, with_memory
 from .sharded_parameter import RowsTaken, ShardedParameter, take_rows
 
-__all__ = ["Building", "PartOfBuilding", "Values", "begin_building"]
-
 #: a parameter below it gets ordinary memory: a range of addresses has whole pages
 _PAGE_BYTES = 4096
 _WHOLE_AT_ONCE = 2
@@ -58,10 +56,7 @@ class Values:
 
 
 def begin_building(module: torch.nn.Module, options: Options, values: Values) -> Building | RowsTaken | None:
-    """Give a module's tensors memory; None if they have it and no values are given. Collective.
-
-    An error leaves the module as it was. The caller calls undo() or keep().
-    """
+    """Give a module's tensors memory, until undo() or keep(); None if they have it and no values are given. Collective."""
     init, weights = values.init, values.weights
     stored = sum(isinstance(each, Stored) for each in (*module.parameters(), *module.buffers()))
     if init is None and weights is None and not stored:

@@ -23,8 +23,6 @@ from ..torch_compat.dtensor import held_tensor
 from ..torch_compat.engine_storage import engine_tensor
 from .leaves import Leaf
 
-__all__ = ["Extension", "Extensions", "inner_name"]
-
 #: the outputs begin at multiples of it in the memory that ranks map
 _ALIGNMENT = 128
 
@@ -41,10 +39,7 @@ def _defines(local: torch.Tensor) -> bool:
 
 
 def inner_name(local: torch.Tensor) -> str | None:
-    """Return the attribute with the memory of a local tensor's values, "" if it is the tensor itself; None: there is none.
-
-    A subclass that wraps one plain tensor of its own shape and dtype has that one's values.
-    """
+    """Return the attribute that holds a local tensor's values, "" if it does itself; None: a subclass of another kind."""
     flatten: Any = getattr(local, "__tensor_flatten__", None)
     if flatten is None:
         return "" if has_memory(local) else None

@@ -19,8 +19,6 @@ from ..torch_compat.dtensor import held_tensor, is_dtensor
 from .read_guard import Released, change_classes, guarded_classes
 from .sharded_parameter import ShardedParameter, show_sharded, show_whole
 
-__all__ = ["BY_USER", "NOT_PINNED", "UNTIL_RUN", "UNTIL_STEP", "ComputeForm", "Member", "Span", "Unit"]
-
 #: without a frame of Python per parameter
 _version_of = operator.attrgetter("_version")
 
@@ -92,10 +90,7 @@ class Unit:
         self.note_versions()
 
     def _make_placeholders(self) -> None:
-        """Make one NaN a parameter, or for integers one of 0xff bytes, expanded to its shape.
-
-        A host's are compared by their bytes, without torch.
-        """
+        """Make one NaN a parameter (for integers 0xff bytes), expanded to its shape; a host's are compared as bytes."""
         self._bytes: dict[torch.dtype, bytearray] = {}
         self._blank: dict[torch.dtype, bytes] = {}
         following = {}

@@ -23,8 +23,6 @@ from ..torch_compat.dtensor import (
 )
 from ..torch_compat.weak import weakly
 
-__all__ = ["Leaf", "PlacedLeaf"]
-
 
 class Leaf:
     """A leaf of one parameter, whose ShardedParameter is `owner`. `whole`: the object in the slots; None before it is made."""

@@ -22,18 +22,6 @@ from ..torch_compat.internals import (
     written_by,
 )
 
-__all__ = [
-    "Writes",
-    "initialisers",
-    "local_with_memory",
-    "materialize",
-    "part_of_whole",
-    "place",
-    "places_of",
-    "waiting_modules",
-    "with_memory",
-]
-
 _Call = tuple[torch.nn.Module, Callable[[], object]]
 #: operations that write some elements of a tensor -> the same on marks of elements, given their other arguments
 _MARKS: Mapping[str, Callable[..., object]] = {
@@ -268,10 +256,7 @@ def local_with_memory(tensor: Any, allocate: Callable[..., torch.Tensor]) -> tor
 
 
 def with_memory(tensor: torch.Tensor, allocate: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Return a tensor of the same class, strides and attributes on the CPU. allocate(numel, dtype=) returns its memory.
-
-    A DTensor becomes a whole, plain parameter.
-    """
+    """Return a tensor of the same class, strides and attributes on the CPU; a DTensor becomes a whole, plain parameter."""
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     like = like if like.is_contiguous() else torch.empty_like(like, memory_format=torch.preserve_format)
     memory = allocate(like.numel(), dtype=like.dtype, device="cpu").as_strided(like.shape, like.stride())

@@ -29,8 +29,6 @@ from ..torch_compat.dtensor import is_dtensor, placed_like, set_dtype
 from ..torch_compat.internals import refresh_weights
 from .sharded_parameter import leaf_of
 
-__all__ = ["PrecisionPlan"]
-
 #: modules -> the names of their parameters whose slots hold copies
 _Taken = list[tuple[torch.nn.Module, list[str]]]
 
@@ -95,10 +93,7 @@ class PrecisionPlan:
         return f"PrecisionPlan({self._policies})"
 
     def compressor(self) -> Compressor | None:
-        """Return the compressor for reduce_dtype.
-
-        Raise ValueError if policies differ, since buckets mix their parameters.
-        """
+        """Return the compressor for reduce_dtype. ValueError if policies differ: buckets mix their parameters."""
         asked = {policy.reduce_dtype for policy in self._policies.values() if policy.reduce_dtype is not None}
         if len(asked) > 1:
             raise ValueError(f"precision: reduce_dtype must be one for the whole module, got {sorted(map(str, asked))}")
@@ -132,10 +127,7 @@ class PrecisionPlan:
     # installing ---------------------------------------------------------------------------------------------------
 
     def install(self, *, masters: bool = True) -> None:
-        """Create masters and register hooks; replace an earlier plan of the same module.
-
-        `masters`: False for a module that is only evaluated.
-        """
+        """Create masters, if `masters`, and register hooks; replace an earlier plan of the same module."""
         remove_plan(self._module)
         _plans[id(self._module)] = self
         for name, submodule in self._module.named_modules():
@@ -191,10 +183,7 @@ class PrecisionPlan:
         return self._active or (not _is_compiling() and _hooks.graph_task_id() != -1)
 
     def forget(self, parameters: Collection[torch.Tensor]) -> None:
-        """Put released parameters back in their slots, where a read raises an error with their name.
-
-        With gradients, later calls of the modules use the same copies, so that their gradients add up.
-        """
+        """Put released parameters, whose reads raise an error, back; with gradients, later calls use the same copies."""
         if not self._active:
             return
         ended = {id(module_parameter(parameter)) for parameter in parameters}
@@ -303,10 +292,7 @@ class PrecisionPlan:
             self._swap(module)
 
     def _before_module(self, module: torch.nn.Module, inputs: Any) -> None:
-        """Put copies in a module's slots if its parameters were not gathered before, or if a backward recomputes it.
-
-        In a recomputation the copies stay for this call alone.
-        """
+        """Put copies in a module's slots unless its parameters were gathered before; in a recomputation for this call alone."""
         if self._in_units and self._active:
             self._swap(module)
         elif not _is_compiling() and not self._active and _hooks.graph_task_id() != -1:

@@ -22,8 +22,6 @@ from .._engine import Error
 from ..torch_compat.autograd import CAN_BE_UNGUARDED, read_gradient, set_gradient, unguarded
 from ..torch_compat.internals import TensorBase
 
-__all__ = ["Awaited", "Inherited", "Released", "change_classes", "gradient_of", "guarded_classes"]
-
 #: attributes that need values, or give a tensor that has them
 _VALUES = frozenset("data H T imag mH mT real __cuda_array_interface__ _cdata".split())
 _METHODS = (

@@ -15,8 +15,6 @@ from ..layout.memory import has_memory, without_memory
 from ..layout.param_groups import mark_of
 from ..torch_compat.dtensor import held_tensor, is_dtensor
 
-__all__ = ["find_rows"]
-
 _Slot = tuple[torch.nn.Module, str]
 
 

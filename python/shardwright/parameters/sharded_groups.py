@@ -336,9 +336,7 @@ class UnitMemory(ReleasedParameters):
             self._read(index, memory_order(parameter.data, parameter.data))
 
     def read_whole(self, index: int, flat: torch.Tensor) -> None:
-        """Copy all elements of a parameter, in memory order, to `flat`; a released parameter's from every rank's
-        slices.
-        """
+        """Copy all elements of a parameter, in memory order, to `flat`; a released one's from every rank's slices."""
         if self.is_released(index):
             if index in self._extended:
                 self.rows[index].check_values("a read of whole parameters")
@@ -348,10 +346,7 @@ class UnitMemory(ReleasedParameters):
             flat.copy_(memory_order(data, data))
 
     def write_whole(self, index: int, flat: torch.Tensor) -> None:
-        """Copy `flat` to the slices, or with several hosts to this host's copy of them.
-
-        One rank calls it for each parameter, between the two barriers of a step.
-        """
+        """Copy `flat` to the host's slices. One rank calls it for each parameter, between the two barriers of a step."""
         self._store.write(index, self._as_made(index, flat).data_ptr(), "all")
 
     def pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
@@ -371,11 +366,7 @@ class UnitMemory(ReleasedParameters):
         self._gather_pinned_anew()
 
     def take_writes(self, *, everything: bool = False) -> None:
-        """Update this rank's slices of parameters that are never released from their current values.
-
-        The program may have written to them, equally on all ranks (a clamped temperature). Called at the start of a
-        step, when no rank reads slices.
-        """
+        """Update this rank's slices of never released parameters, which the program may have written to, before a step."""
         for index, parameter in self._kept:
             if everything or self.is_stepped(index):
                 flat = memory_order(parameter.data, parameter.data)

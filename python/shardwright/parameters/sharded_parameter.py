@@ -38,19 +38,6 @@ from ..torch_compat.internals import has_weights_beside, refresh_weights
 from .gather_extensions import Extension, inner_name
 from .leaves import Leaf, PlacedLeaf
 
-__all__ = [
-    "RowsTaken",
-    "ShardedParameter",
-    "is_extended",
-    "leaf_entry",
-    "leaf_of",
-    "plain_part",
-    "shared_memory",
-    "sharded_of",
-    "show_sharded",
-    "show_whole",
-]
-
 
 def sharded_of(parameter: torch.Tensor) -> ShardedParameter | None:
     """Return the ShardedParameter of either of its two objects, or of an entry of a table; else None."""
@@ -485,10 +472,7 @@ class RowsTaken:
 
 
 def shared_memory(rows: Sequence[ShardedParameter]) -> torch.Tensor | None:
-    """Return memory of a GPU, on which addresses without pages cannot be had, for whole parameters that nothing reads yet.
-
-    They share it until the engine has memory for them: it has the size of the largest one. None on the host.
-    """
+    """Return a GPU's memory for whole parameters that nothing reads yet, of the largest one's size. None on the host."""
     made = [(each.nbytes, held_tensor(each.sharded)) for each in rows if not each.waits]
     most = max((nbytes for nbytes, local in made if cuda.runtime.holds(local)), default=0)
     return made[0][1].new_empty(most, dtype=torch.uint8) if most else None

@@ -119,10 +119,7 @@ class StepGathers:
     # gathering ------------------------------------------------------------------------------------------------------
 
     def publish(self, failed: bool | None = None) -> None:
-        """Gather the buckets from all ranks' slices, after the work on torch's current stream. Collective, no wait.
-
-        Cost: (world_size - 1) / world_size of the parameters' bytes to and from each rank.
-        """
+        """Gather the buckets from all ranks' slices, behind torch's current stream. Collective, no wait."""
         self.settle()
         if self._planned != self._stepped and self._link.world_size > 1:
             self._make(self._stepped)

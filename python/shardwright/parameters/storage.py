@@ -63,10 +63,7 @@ class ParameterMemory(Storage):
             self._gathers.settle()
 
     def _make_casts(self, request: Request) -> None:
-        """Make one cast per host of the parameters with which modules compute in 16 bits. Collective.
-
-        A rank that shares with no other casts in its forwards, since it may write to its parameters freely.
-        """
+        """Make one cast per host of the parameters with which modules compute in 16 bits. Collective."""
         for index in request.compute_dtypes:
             parameter = self._table.parameters[index]
             cast = self._store.whole(index, list(parameter.shape), list(parameter.stride()), True)

@@ -20,8 +20,6 @@ from ..torch_compat import cuda
 from ..torch_compat.dtensor import is_dtensor
 from .sharded_parameter import sharded_of
 
-__all__ = ["Pool", "Reads", "aligned", "check_plain", "flat_like", "named_whole", "shaped"]
-
 #: tensors in the memory of a Pool begin at multiples of it
 _ALIGNMENT = 64
 

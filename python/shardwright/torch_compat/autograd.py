@@ -82,10 +82,7 @@ _RecordFunctionFast = _fast_range()
 
 
 def named_range(op: str, label: str, more: Mapping[str, Any] | None = None) -> Any:
-    """Return the profiler range "shardwright:<op>"; its values are in profiles with `record_shapes=True`.
-
-    Call it only if profiler_enabled(): describing the data takes time.
-    """
+    """Return the profiler range "shardwright:<op>" with its values. Call it only if profiler_enabled(): it takes time."""
     values = {"label": label, **(more or {})}
     if _RecordFunctionFast is None:
         return torch.profiler.record_function(
@@ -268,10 +265,7 @@ def run_when_ready(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def search_graph(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
-    """Return (the leaves that get a gradient in a backward of `tensors`, if it runs other backwards inside it).
-
-    Reentrant checkpointing does the latter, and hides leaves.
-    """
+    """Return (the leaves that get a gradient, if the backward runs others inside it, as reentrant checkpointing does)."""
     leaves: list[torch.Tensor] = []
     nests, found = False, set()
     waiting: list[Any] = [each.grad_fn for each in tensors]
@@ -300,10 +294,7 @@ def _registered_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def hook_outputs(output: Any, on_gradient: Callable[[torch.Tensor], None]) -> None:
-    """Call `on_gradient` at the first gradients of a backward through `output`.
-
-    Leaves get no hook: it would stay on a parameter for ever.
-    """
+    """Call `on_gradient` at the first gradients of a backward through `output`; leaves would keep such a hook for ever."""
     if isinstance(output, torch.Tensor):
         if output.grad_fn is not None:
             output.register_hook(on_gradient)
@@ -314,9 +305,7 @@ def hook_outputs(output: Any, on_gradient: Callable[[torch.Tensor], None]) -> No
 
 
 class StepListener(Protocol):
-    """A listener called before each step of an optimizer that holds one of its parameters, whose ids are `identities`.
-    The lowest `serial` comes first, on every rank.
-    """
+    """A listener before each step of an optimizer with a parameter of `identities`; the lowest `serial` comes first."""
 
     serial: int
     identities: frozenset[int]

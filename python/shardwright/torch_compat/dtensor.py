@@ -61,10 +61,7 @@ def made_dtensor(
 
 @functools.cache
 def step_on_local_tensors(mark: str) -> None:
-    """Let fused Adam steps over DTensors with the attribute `mark` run on local tensors, if the tensors of each are placed alike.
-
-    torch makes a spec for each parameter's number of steps, in every step. Other calls go torch's way.
-    """
+    """Let fused Adam steps over DTensors with the attribute `mark`, if all are placed alike, run on local tensors."""
     handlers = getattr(getattr(_dtensor_class(), "_op_dispatcher", None), "_custom_op_handlers", {})
     for name in ("_fused_adam_", "_fused_adamw_"):
         for overload in ("default", "tensor_lr"):

@@ -76,10 +76,7 @@ def refuse_wrapper(what: str, label: str) -> None:
 
 
 class _Registry(OrderedDict[str, Any]):
-    """torch's registry of the composable APIs of one module; it refuses those that average, while `engine` is in force.
-
-    A copy is a plain registry.
-    """
+    """torch's registry of the composable APIs of one module; it refuses those that average, while `engine` is in force."""
 
     engine: weakref.ref[Any]
 

@@ -33,10 +33,7 @@ def words_of(program: Sequence[str], command: str) -> list[str]:
 def run_child(
     words: Sequence[str], environment: Mapping[str, str], is_over: Callable[[], bool], log: IO[bytes] | None = None
 ) -> int | None:
-    """Run a command until it ends, or is_over(). Return its exit code; None if it was ended. It never outlives this call.
-
-    `log`: gets what it prints.
-    """
+    """Run a command until it ends, or is_over(), and no longer. Return its exit code; None if it was ended."""
     # a signal that ends this process unwinds, so that the command ends first
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     process: subprocess.Popen[bytes] | None = None

@@ -114,10 +114,7 @@ def given_rows(
 def check_members(
     label: str, members: Mapping[int, Any], groups: Iterable[Mapping[str, Any]], *, all_of_them: bool, first: int = 0
 ) -> None:
-    """Raise ValueError for other parameters than `members` of module `label` in groups; one of ours may be enough.
-
-    `first` is the number of the first group.
-    """
+    """Raise ValueError for groups, counted from `first`, with other parameters than `members` of module `label`."""
     given = [(position, parameter) for position, group in enumerate(groups, first) for parameter in group["params"]]
     unwrapped = [(position, parameter) for position, parameter in given if id(parameter) not in members]
     for position, parameter in unwrapped:

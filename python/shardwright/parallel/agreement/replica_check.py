@@ -26,8 +26,6 @@ from ...torch_compat import cuda
 from ...torch_compat.dtensor import held_tensor, is_dtensor, waited
 from ...torch_compat.weak import weakly
 
-__all__ = ["NOT_FINITE", "ReplicaCheck"]
-
 #: error of a rank that owns a slice of a gradient that is not finite; explain_not_finite() adds names
 NOT_FINITE = "the averaged gradient is not finite"
 #: largest number of rows in a message

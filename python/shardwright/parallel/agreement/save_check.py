@@ -10,8 +10,6 @@ from ..._engine import Error
 from ..engine import engine_of
 from .replica_check import ReplicaCheck
 
-__all__ = ["SaveCheck"]
-
 #: position of an engine on its rank, the ranks that hold equal parameters (by the lowest), and the digest of what they store
 Row = tuple[int, int, int]
 

@@ -13,8 +13,6 @@ from ...torch_compat.dtensor import held_tensor, is_dtensor, waited
 from ...torch_compat.optimizers import unscale_by
 from ..replica import Replica, live_replicas
 
-__all__ = ["install"]
-
 _LABEL = "whether a gradient overflowed"
 
 

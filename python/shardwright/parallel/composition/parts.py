@@ -19,8 +19,6 @@ from ...options.names import near
 from ...options.options import Options, text_of_group
 from ...torch_compat.dtensor import is_dtensor
 
-__all__ = ["Part", "by_name", "find_parts", "states_of_parts"]
-
 
 class Part(NamedTuple):
     """The parameters of all entries of `groups=` with the same ranks."""

@@ -13,8 +13,6 @@ from torch.distributed.pipelining import PipelineStage as TorchPipelineStage
 from ...layout.param_groups import mark_of
 from ..engine import Engine, needed_engine
 
-__all__ = ["PipelineStage"]
-
 #: wrapper -> its stage
 _stages: weakref.WeakKeyDictionary[Engine, Callable[[], Any]] = weakref.WeakKeyDictionary()
 
