@@ -56,20 +56,25 @@ static sw_gradient_sizes sizes_of(host_rounds *host)
     if (host->ring) /* space for frozen buckets; its pages are touched when they are unfrozen */
         sizes.pool =
             sw_size_max(sw_host_rounds_lay_ring(host, true), sw_host_rounds_lay_ring(host, false));
+    if (host->base.takes_means)
+        sizes.results = sizes.pool / (size_t)host->base.slice_count;
     return sizes;
 }
 
 static void bind_ring(host_rounds *host)
 {
+    bool takes = host->base.takes_means; /* each frozen bucket then has its place from the start */
+    host->ring_bytes = sw_host_rounds_lay_ring(host, takes);
     for (size_t i = 0; i < host->base.layout.bucket_count; ++i) {
         host_bucket *b = &host->buckets[i];
+        if (takes) /* two results overlap where two contributions do */
+            b->result_offset_bytes = b->op.offset_bytes / (size_t)host->base.slice_count;
         b->op.kind = SW_OP_REDUCE_SCATTER;
         b->op.result = host->memory->results + b->result_offset_bytes;
         b->op.results = host->memory->result_arena;
         b->op.results_offset_bytes = b->result_offset_bytes;
         sw_bucket_plan(b, true);
     }
-    host->ring_bytes = sw_host_rounds_lay_ring(host, false);
     host->unfrozen = true; /* the first round populates it: parameters that load need its memory */
 }
 
