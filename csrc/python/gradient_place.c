@@ -116,7 +116,8 @@ int sw_py_gradient_take_means(reducer_object *self)
 int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket)
 {
     if (REDUCER_WAIT(self, sw_reducer_reserve(self->reducer, bucket, &err)) < 0 ||
-        sw_py_gradient_take_means(self) < 0 || sw_py_gradient_let_go(self) < 0 || place_bucket(self, bucket) < 0 ||
+        sw_py_gradient_take_means(self) < 0 || sw_py_gradient_let_go(self) < 0 ||
+        place_bucket(self, bucket) < 0 ||
         REDUCER_ENQUEUE(self, sw_reducer_seal(self->reducer, bucket, &err)) < 0)
         return -1;
     return sw_py_gradient_let_go(self);

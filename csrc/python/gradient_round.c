@@ -380,7 +380,7 @@ static int take_rest(reducer_object *self)
 static int finish_buckets(reducer_object *self)
 {
     return send_rest(self) < 0 || wait_traced(self) < 0 || take_rest(self) < 0 ? -1
-                                                                             : finish_sent(self);
+                                                                               : finish_sent(self);
 }
 
 static int finish_round(reducer_object *self)

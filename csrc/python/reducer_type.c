@@ -528,9 +528,10 @@ static PyMethodDef reducer_methods[] = {
                "Let buckets of the first round, too, leave before the end of the backward."),
     SW_PY_ARGS(reducer, set_bucket_callback, "callback, /",
                "Set a communication hook, or None: callback(bucket, is_last) averages a bucket."),
-    SW_PY_ARGS(reducer, set_mean_callback, "callback, /",
-               "With takes_means: call callback(bucket) with each mean once it is complete, which then "
-               "gives up its memory."),
+    SW_PY_ARGS(
+        reducer, set_mean_callback, "callback, /",
+        "With takes_means: call callback(bucket) with each mean once it is complete, which then "
+        "gives up its memory."),
     SW_PY_ARGS(reducer, set_codec, "codec, /",
                "Let means travel through a Codec, whose entries are the parameters. Collective."),
     SW_PY_ARGS(reducer, keep_in_rows, "keeps, /",

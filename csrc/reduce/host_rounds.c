@@ -20,6 +20,7 @@ enum {
     ABANDONED_UNDER_WAY = 32, /* fewer operations than a communicator accepts without waiting */
     ABANDON_POLL_NS = 1000000,
     HOLD_POLL_NS = 100000,
+    STALLED_NS = 250000000, /* a peer that is only slow completes a bucket in less */
 };
 
 static host_rounds *host_of(sw_reducer *reducer)
@@ -120,9 +121,9 @@ static void host_open(sw_reducer *reducer)
 static bool host_has_room(const sw_reducer *reducer, const bucket *b)
 {
     const host_bucket *before = host_seen(reducer)->buckets[b->index].before;
-    return !before || (before->common->state == BUCKET_DONE &&
-                       (!reducer->takes_means || reducer->abandoned ||
-                        before->common->index < reducer->next_mean));
+    return !before ||
+           (before->common->state == BUCKET_DONE && (!reducer->takes_means || reducer->abandoned ||
+                                                     before->common->index < reducer->next_mean));
 }
 
 /* Wait until all ranks are done with the previous bucket in the slot of `b`. A hook's buckets
@@ -143,11 +144,13 @@ static bool host_hold_back(sw_reducer *reducer, const bucket *b)
     host_rounds *host = host_of(reducer);
     const host_bucket *before = host->buckets[b->index].before;
     int64_t from_ns = sw_clock_now_ns();
+    bool held_enough = reducer->takes_means ? host->held_ns > STALLED_NS
+                                            : 2 * host->held_ns > from_ns - host->opened_ns;
     if (!before || before->common->state != BUCKET_POSTED ||
-        reducer->unplaced_bytes <= host->cap_bytes || 2 * host->held_ns > from_ns - host->opened_ns)
+        reducer->unplaced_bytes <= host->cap_bytes || held_enough)
         return false;
     sw_thread_sleep_ns(HOLD_POLL_NS);
-    host->held_ns += sw_clock_now_ns() - from_ns;
+    host->held_ns += reducer->takes_means ? HOLD_POLL_NS : sw_clock_now_ns() - from_ns;
     return true;
 }
 
@@ -238,6 +241,7 @@ static sw_status host_poll(sw_reducer *reducer, sw_error *err)
         if (!complete)
             return SW_OK;
         reducer->buckets[i].state = BUCKET_DONE;
+        host->held_ns = reducer->takes_means ? 0 : host->held_ns; /* since the last progress */
     }
     return SW_OK;
 }

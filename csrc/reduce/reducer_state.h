@@ -81,8 +81,8 @@ typedef struct sw_reducer_ops {
     sw_status (*try_abandon)(sw_reducer *reducer, int64_t budget_ns, sw_error *err);
     /* See sw_reducer_hold_back. May be NULL. */
     bool (*hold_back)(sw_reducer *reducer, const bucket *b);
-    /* A bucket is DONE: fill in used_by_any of its parameters. Return false if some rank abandoned it,
-     * or ranks noted different steps. NULL without options.takes_means. */
+    /* A bucket is DONE: fill in used_by_any of its parameters. Return false if some rank abandoned
+     * it, or ranks noted different steps. NULL without options.takes_means. */
     bool (*take)(sw_reducer *reducer, const bucket *b);
     /* Return the number of ranks that contributed to the last round; of those with a contribution
      * on top of the accumulated mean. */

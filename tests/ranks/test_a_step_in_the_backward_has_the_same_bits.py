@@ -3,14 +3,19 @@ never stand at once; and what cannot be right is one sentence on all ranks, befo
 """
 
 import copy
+import shutil
+import tempfile
 
 import pytest
 import torch
-from harness import on_every_rank, same_everywhere
+from harness import gather, on_every_rank, same_everywhere
 from models import Fragile, Heads, Mlp, Raises
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
+from test_hosts_fold_in_two_steps import hosts_of, on_hosts
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 
@@ -151,7 +156,9 @@ def test_a_frozen_parameter_that_is_unfrozen_is_stepped_on(rank, world_size, sta
         module = Mlp()
         module[2].requires_grad_(False)
         options = {**SMALL, **STAGES[stage]}
-        model, stepper = sw.wrap(module, torch.optim.AdamW(module.parameters(), lr=1e-2), step_in_backward=steps, **options)
+        model, stepper = sw.wrap(
+            module, torch.optim.AdamW(module.parameters(), lr=1e-2), step_in_backward=steps, **options
+        )
         train(model, stepper, rank, 2)
         module[2].requires_grad_(True)
         train(model, stepper, rank, 3, first=2)
@@ -171,6 +178,99 @@ def test_states_load_between_both_ways_of_stepping_and_stages(rank, world_size):
         sw.load_full_optimizer_state_dict(model, stepper, copy.deepcopy(state))
         train(model, stepper, rank, 2, first=2)
         assert_equal(outcome(model, stepper), outcome(plain, ordinary), stage)
+
+
+class Tied(nn.Module):
+    """An embedding that is its head, and layers that are recomputed in the backward, one of them twice in a forward."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.table, self.layers = nn.Embedding(13, 9), nn.ModuleList(nn.Linear(9, 9) for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = self.table((x * 100).long().abs() % 13)
+        for layer in (*self.layers, self.layers[0]):
+            x = x + checkpoint(layer, x, use_reentrant=self.reentrant)
+        return nn.functional.linear(x, self.table.weight)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_every_rank()
+def test_tied_and_recomputed_layers_have_them_too(rank, world_size, stage):
+    for reentrant in (False, True):
+        found = []
+        for steps in (False, True):
+            options = {**STAGES[stage]} | ({"units": "auto"} if "units" in STAGES[stage] else {})
+            model, stepper = begin(lambda: Tied(reentrant), step_in_backward=steps, **options)
+            found.append((train(model, stepper, rank), outcome(model, stepper)))
+        assert found[0][0] == found[1][0]
+        assert_equal(found[1][1], found[0][1], (stage, reentrant))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_every_rank(exactly=4)
+def test_rows_of_a_mesh_have_them_too(rank, world_size, stage):
+    found = []
+    for steps in (False, True):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model, stepper = begin(step_in_backward=steps, device_mesh=mesh, **STAGES[stage])
+        found.append((train(model, stepper, rank), outcome(model, stepper)))
+    assert found[0][0] == found[1][0]
+    assert_equal(found[1][1], found[0][1], stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_every_rank(exactly=3)
+def test_hosts_have_them_too(rank, world_size, stage):
+    found = []
+    for steps in (False, True):
+        with on_hosts(hosts_of("2+1", world_size)) as group:
+            model, stepper = begin(step_in_backward=steps, process_group=group, timeout_s=20, **STAGES[stage])
+        found.append((train(model, stepper, rank), outcome(model, stepper)))
+    assert found[0][0] == found[1][0]
+    assert_equal(found[1][1], found[0][1], stage)
+
+
+@on_every_rank()
+def test_a_checkpoint_restores_between_both_ways_of_stepping(rank, world_size):
+    folders = gather(tempfile.mkdtemp() if rank == 0 else "")
+    for first, then in (({"zero": 0}, {"zero": 2}), ({"zero": 3}, {"zero": 0})):
+        for steps in (False, True):
+            model, stepper = begin(step_in_backward=steps, **first)
+            train(model, stepper, rank, 2)
+            folder = f"{folders[0]}/{first['zero']}-{steps}"
+            with sw.Checkpointer(folder, model, stepper) as checkpoints:
+                checkpoints.save(1)
+            train(model, stepper, rank, 2, first=2)
+            other, others = begin(step_in_backward=not steps, **then)
+            with sw.Checkpointer(folder, other, others) as checkpoints:
+                assert checkpoints.restore() == 2
+            train(other, others, rank, 2, first=2)
+            assert_equal(outcome(other, others), outcome(model, stepper), (first, then, steps))
+    if gather(None) and rank == 0:
+        shutil.rmtree(folders[0])
+
+
+@pytest.mark.parametrize("stage", ["0", "2", "3"])
+@on_every_rank(spoils=True)
+def test_a_backward_that_reads_a_weight_after_its_step_raises(rank, world_size, stage):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.layers = nn.Linear(7, 7), nn.Sequential(*(nn.Linear(7, 7) for _ in range(4)))
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.layers(nn.functional.linear(x, self.layers[3].weight.detach()))
+
+    model, stepper = begin(Twice, step_in_backward=True, **{**STAGES[stage], "bucket_cap_mb": 1e-4})
+    with pytest.raises(
+        (RuntimeError, sw.Error), match="modified by an inplace operation|begin again from a checkpoint"
+    ):
+        for step in range(3):
+            loss_of(model, rank, step).backward()
+            stepper.step()
 
 
 # memory
@@ -265,7 +365,9 @@ def test_other_classes_and_hooked_optimizers_are_refused(rank, world_size):
 
     for make in (Odd, torch.optim.Adafactor):
         module = Mlp()
-        with pytest.raises(ValueError, match="elementwise optimizers of torch.optim and sw.optim, got .*(Odd|Adafactor)"):
+        with pytest.raises(
+            ValueError, match="elementwise optimizers of torch.optim and sw.optim, got .*(Odd|Adafactor)"
+        ):
             sw.wrap(module, make(module.parameters(), lr=0.1), step_in_backward=True, zero=1)
     module = Mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -329,7 +431,9 @@ def test_a_backward_that_fails_before_a_bucket_has_left_changes_nothing(rank, wo
     for steps in (False, True):
         model, stepper = begin(Fragile, step_in_backward=steps, **STAGES[stage])
         train(model, stepper, rank, 2)
-        with pytest.raises(ArithmeticError if rank == 1 else sw.Error, match="as the test asked|left a backward unfinished"):
+        with pytest.raises(
+            ArithmeticError if rank == 1 else sw.Error, match="as the test asked|left a backward unfinished"
+        ):
             model(batch(rank, 6, 7), rank == 1).square().mean().backward()
         stepper.zero_grad()
         train(model, stepper, rank, 2, first=3)

@@ -96,8 +96,9 @@ class ModuleGradients:
         self._table, self._storage, self._backend, self._reducer = table, storage, backend, reducer
         self._slicing, self._zero, self._label, self._comm = slicing, zero, label, backend.group.comm
         self._last_step_on = last_step_on
-        #: True if each backward is a step (BackwardOptimizer); the optimizer, which step_by() sets, or None
-        self.steps, self._stepper = steps, lambda: None
+        #: True if each backward is a step (BackwardOptimizer); returns the optimizer of step_by(), or None
+        self.steps = steps
+        self._stepper: Callable[[], Any] = lambda: None
         if steps:
             reducer.send_first(True)
         #: exchanged after each round
@@ -220,11 +221,16 @@ class ModuleGradients:
         """Return the sentence that refuses what does not go together with an optimizer inside the backward."""
         return f"{what} of {self._label} does not go together with step_in_backward=True, which steps on each mean as soon as it is complete"
 
-    def _fail(self) -> None:
+    def _cancel_step(self) -> None:
         stepper = self._stepper()
         if stepper is not None:
             stepper.cancel()
-        self._reducer.fail()
+
+    def _fail(self) -> None:
+        try:
+            self._reducer.fail()
+        finally:
+            self._cancel_step()
 
     def _close(self, local: bool = False) -> None:
         """Close the round at the end of a backward."""
@@ -271,8 +277,7 @@ class ModuleGradients:
             try:
                 end()
             except BaseException:
-                if self._stepper() is not None:
-                    self._stepper().cancel()
+                self._cancel_step()
                 raise
         if has_followers and (not contributes or self._reducer.rounds != before):
             self._follow(contributes)

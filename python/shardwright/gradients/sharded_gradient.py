@@ -336,4 +336,10 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten.detach.default: lambda grad: grad,
 }
-_OF_STEPPED = {aten.add_.Tensor, aten.zero_.default, aten.fill_.Scalar, aten._foreach_zero_.default, aten.detach.default}
+_OF_STEPPED = {
+    aten.add_.Tensor,
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten._foreach_zero_.default,
+    aten.detach.default,
+}

@@ -96,7 +96,11 @@ class BackwardOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def step_on(self, bucket: int) -> None:
         """Step on this rank's slices of a bucket, whose mean is complete."""
-        groups, views, used = self._buckets.get(bucket, []), self.replica.gradients.views, self.replica.reducer.used_by_any
+        groups, views, used = (
+            self._buckets.get(bucket, []),
+            self.replica.gradients.views,
+            self.replica.reducer.used_by_any,
+        )
         entries = list(chain.from_iterable(groups))
         with unguarded():
             for entry in entries:
@@ -110,11 +114,16 @@ class BackwardOptimizer(ShardedOptimizer):
                 for entry in entries:
                     if entry.piece is not None:
                         entry.piece.grad = None
+        # what is left of the backward may not read these, as through weight.detach(); a released one is as it was
+        for entry in entries if not self.replica.releases_parameters else ():
+            torch.autograd.graph.increment_version(entry.member)
 
     def finish(self) -> None:
         """Show all ranks what the round has stepped on. Collective."""
         replica = self.replica
-        vars(self).update(_consolidated=None, _state_names=None, rounds_at_step=replica.reducer.rounds, _has_stepped=True)
+        vars(self).update(
+            _consolidated=None, _state_names=None, rounds_at_step=replica.reducer.rounds, _has_stepped=True
+        )
         self._owner.publish(self.replicas, False)
         self._changes.close()
         members = (entry for entry in self._members() if replica.reducer.used_by_any(entry.at))

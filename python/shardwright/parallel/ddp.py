@@ -124,7 +124,12 @@ class DistributedDataParallel(TorchDDP):
         torch.nn.Module.__init__(self)
         if _options is None:
             check_arguments(given)
-            refuse_options(options, ("clip_grad_norm", "partition", "step_in_backward"), "DistributedDataParallel", "give them to sw.wrap")
+            refuse_options(
+                options,
+                ("clip_grad_norm", "partition", "step_in_backward"),
+                "DistributedDataParallel",
+                "give them to sw.wrap",
+            )
             known = [name for name in given if name not in ("self", "options", "module") and name[0] != "_"]
             taken: dict[str, Any] = {**options, **{name: given[name] for name in known if name in FIELDS}}
             taken["bucket_cap_mb"] = bucket_cap(bucket_cap_mb, bucket_cap_mb_list)
