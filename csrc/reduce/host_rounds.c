@@ -61,6 +61,8 @@ static uint8_t *host_result(const sw_reducer *reducer, size_t bucket_index)
 {
     const host_rounds *host = host_seen(reducer);
     size_t slice_bytes = sw_bucket_bytes(reducer, bucket_index) / (size_t)reducer->slice_count;
+    if (sw_host_rounds_is_in_place(host))
+        return host_address(reducer, bucket_index);
     return host->ring ? host->memory->results + host->buckets[bucket_index].result_offset_bytes
                       : host->memory->base + reducer->layout.bucket[bucket_index].offset_bytes +
                             (size_t)reducer->own_slice * slice_bytes;
@@ -443,7 +445,9 @@ static size_t host_planned_bytes(const sw_reducer *reducer)
     if (!host->ring)
         return reducer->layout.trainable_bytes;
     if (reducer->takes_means)
-        return host->ring_bytes + host->ring_bytes / (size_t)reducer->slice_count;
+        return host->ring_bytes + (sw_host_rounds_is_in_place(host)
+                                       ? 0
+                                       : host->ring_bytes / (size_t)reducer->slice_count);
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
         if (reducer->buckets[i].takes_part)
             results += sw_bucket_bytes(reducer, i) / (size_t)reducer->slice_count;

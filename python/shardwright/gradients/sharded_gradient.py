@@ -146,7 +146,7 @@ class SteppedGradient(ShardedGradient):
     """The gradient of a parameter that was stepped on in the backward. Its memory is another bucket's by then."""
 
     #: nothing accumulates on it, and the engine's assignment has no effect
-    _cleared = property(lambda self: True, lambda self, value: None)  # type: ignore[assignment]
+    _cleared = property(lambda self: True, lambda self, value: None)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SteppedGradient(shape={tuple(self.shape)})"

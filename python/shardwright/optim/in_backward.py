@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from .._engine import Error
+from ..layout.memory import trim
 from ..parallel.agreement.optimizer_agreement import check_groups
 from ..torch_compat.autograd import set_gradient, unguarded
-from ..torch_compat.optimizers import bare_step
+from ..torch_compat.optimizers import bare_step, hooks_around
 from .master_weights import masters_in_place
 from .ownership import Entry
 from .rules import is_elementwise, name_of
@@ -37,7 +38,7 @@ def check_class(optimizer: torch.optim.Optimizer) -> None:
             f"step_in_backward=True is for the elementwise optimizers of torch.optim and sw.optim, got {name}: another class may count its "
             "steps by calls, or need a whole tensor"
         )
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if any(hooks_around(optimizer, "step")):
         raise ValueError(
             f"step_in_backward=True: this {name} has step hooks, which would run once a bucket: register them on the optimizer that "
             "sw.wrap returns"
@@ -126,6 +127,8 @@ class BackwardOptimizer(ShardedOptimizer):
         )
         self._owner.publish(self.replicas, False)
         self._changes.close()
+        if self.rounds_at_step == 1:  # new state lies between gradients that are gone
+            trim()
         members = (entry for entry in self._members() if replica.reducer.used_by_any(entry.at))
         replica.access.count_writes([entry.member for entry in members])
 
@@ -134,6 +137,7 @@ class BackwardOptimizer(ShardedOptimizer):
         if self.replica.access.shows_writes:
             self.replica.access.refuse_change(self.replica.group.comm)
         self._changes.close()
+        self.replica.access.count_writes(())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(True)

@@ -228,7 +228,7 @@ def adopt_steps_in_backward(replica: Any) -> None:
     if replica.zero:
         raise Error(
             f"parameter {stepped[0][0]!r} has an optimizer that steps inside the backward (_apply_optimizer_in_backward), on the whole "
-            f"parameter: zero={replica.zero} steps on slices after the backward; give sw.wrap(module, optimizer, zero={replica.zero}) an "
+            f"parameter: zero={replica.zero} steps on slices; give sw.wrap(module, optimizer, zero={replica.zero}, step_in_backward=True) an "
             "ordinary optimizer, or wrap with zero=0"
         )
     parameters = [parameter for _, parameter in stepped]
