@@ -7,6 +7,7 @@ import shutil
 import tempfile
 
 import pytest
+import simulated_gpus
 import torch
 from harness import gather, on_every_rank, same_everywhere
 from models import Fragile, Heads, Mlp, Raises
@@ -386,6 +387,22 @@ def test_other_classes_and_hooked_optimizers_are_refused(rank, world_size):
         sw.wrap(module, optimizer, step_in_backward=True)
     with pytest.raises(ValueError, match="needs the optimizer"):
         sw.wrap(Mlp(), step_in_backward=True)
+
+
+@on_every_rank()
+def test_a_transport_without_shared_memory_is_refused(rank, world_size):
+    refused("here they are staged: asked for", lambda: begin(step_in_backward=True, transport="staged"))
+
+
+def test_a_gpu_is_refused(teams, paths):
+    simulated_gpus.run(teams, 2, paths, on_a_gpu)
+
+
+def on_a_gpu(gpus, rank, world_size):
+    for zero in (0, 2):
+        module = gpus.adopt_module(Mlp())
+        with pytest.raises(NotImplementedError, match="step_in_backward=True is for modules on the CPU"):
+            sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), zero=zero, step_in_backward=True)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -94,7 +94,6 @@ class BackwardOptimizer(ShardedOptimizer):
                 found.setdefault(bucket, [[] for _ in self.param_groups])[number].append(entry)
         return found
 
-    @torch.no_grad()
     def step_on(self, bucket: int) -> None:
         """Step on this rank's slices of a bucket, whose mean is complete."""
         groups, views, used = (
@@ -105,12 +104,13 @@ class BackwardOptimizer(ShardedOptimizer):
         entries = list(chain.from_iterable(groups))
         with unguarded():
             for entry in entries:
-                piece, view = self._piece(entry), views[entry.at]
+                piece, view = entry.piece if entry.is_final else self._piece(entry), views[entry.at]
                 if piece is not None and view is not None and used(entry.at):
                     piece.grad = view.piece  # type: ignore[attr-defined]
             try:
-                with self._on_slices(groups) as low, masters_in_place(self._inner, low):
-                    bare_step(self._inner)
+                with self._on_slices(groups) as low:
+                    with masters_in_place(self._inner, low) if low else contextlib.nullcontext():
+                        bare_step(self._inner)
             finally:
                 for entry in entries:
                     if entry.piece is not None:
