@@ -14,16 +14,18 @@ from shardwright.options.options import BASIC_COUNT, FIELDS, Options
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = os.environ.get("SW_TEST_LONG") == "1"
-BASIC = (
-    "zero share_parameters precision compress offload units clip_grad_norm partition process_group device_mesh".split()
-)
+BASIC = "zero share_parameters precision compress offload units clip_grad_norm partition step_in_backward process_group device_mesh".split()
 CALLS = {
     "wrap": (sw.wrap, keywords.WrapOptions, ()),
-    "DistributedDataParallel": (sw.DistributedDataParallel, keywords.DDPOptions, ("clip_grad_norm", "partition")),
+    "DistributedDataParallel": (
+        sw.DistributedDataParallel,
+        keywords.DDPOptions,
+        ("clip_grad_norm", "partition", "step_in_backward"),
+    ),
     "fully_shard": (
         sw.fully_shard,
         keywords.FullyShardOptions,
-        ("zero", "share_parameters", "clip_grad_norm", "partition", "device"),
+        ("zero", "share_parameters", "clip_grad_norm", "partition", "step_in_backward", "device"),
     ),
 }
 

@@ -104,10 +104,20 @@ int sw_py_gradient_let_go(reducer_object *self)
     return PyList_SetSlice(self->held, 0, PyList_Size(self->held), NULL);
 }
 
+int sw_py_gradient_take_means(reducer_object *self)
+{
+    size_t bucket;
+    while (sw_reducer_next_mean(self->reducer, &bucket))
+        if (reducer_called(PyObject_CallFunction(self->mean_callback, "n", (Py_ssize_t)bucket)) < 0)
+            return -1;
+    return 0;
+}
+
 int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket)
 {
     if (REDUCER_WAIT(self, sw_reducer_reserve(self->reducer, bucket, &err)) < 0 ||
-        sw_py_gradient_let_go(self) < 0 || place_bucket(self, bucket) < 0 ||
+        sw_py_gradient_take_means(self) < 0 || sw_py_gradient_let_go(self) < 0 ||
+        place_bucket(self, bucket) < 0 ||
         REDUCER_ENQUEUE(self, sw_reducer_seal(self->reducer, bucket, &err)) < 0)
         return -1;
     return sw_py_gradient_let_go(self);
@@ -144,7 +154,8 @@ int sw_py_gradient_advance(reducer_object *self)
     size_t bucket;
     for (;;) { /* only calls that may reduce or wait release the GIL */
         if (send_traced(self) < 0 ||
-            REDUCER_WAIT(self, sw_reducer_advance(self->reducer, &err)) < 0)
+            REDUCER_WAIT(self, sw_reducer_advance(self->reducer, &err)) < 0 ||
+            sw_py_gradient_take_means(self) < 0)
             return -1;
         if (!sw_reducer_is_waiting(self->reducer, &bucket))
             return 0;

@@ -366,9 +366,21 @@ static int finish_sent(reducer_object *self)
     return end_in_order(self, sw_reducer_finish) < 0 ? -1 : sw_py_gradient_let_go(self);
 }
 
+/* Waits for each bucket in turn, so that it is taken while peers complete the next ones. */
+static int take_rest(reducer_object *self)
+{
+    for (size_t b = 0; self->mean_callback && b < reducer_bucket_count(self); ++b)
+        if (bucket_takes_part(self, b) &&
+            (REDUCER_WAIT(self, sw_reducer_await(self->reducer, b, &err)) < 0 ||
+             sw_py_gradient_advance(self) < 0))
+            return -1;
+    return 0;
+}
+
 static int finish_buckets(reducer_object *self)
 {
-    return send_rest(self) < 0 || wait_traced(self) < 0 ? -1 : finish_sent(self);
+    return send_rest(self) < 0 || wait_traced(self) < 0 || take_rest(self) < 0 ? -1
+                                                                               : finish_sent(self);
 }
 
 static int finish_round(reducer_object *self)
@@ -382,8 +394,28 @@ static int finish_round(reducer_object *self)
     return failed < 0 || publish(self) < 0 ? -1 : compare_ranks(self);
 }
 
+/* Peers may have taken means of this round, and no rank can undo that. */
+static bool is_half_taken(const reducer_object *self)
+{
+    return sw_reducer_is_half_taken(self->reducer) &&
+           self->comm->comm->ops->is_alive(self->comm->comm);
+}
+
+static int end_half_taken(reducer_object *self)
+{
+    sw_error err;
+    sw_status status = sw_comm_give_up(
+        self->comm->comm, SW_E_COMM, &err,
+        "a backward failed on rank %d after buckets had left: with step_in_backward=True some "
+        "parameters have made this step and others have not, so begin again from a checkpoint",
+        self->comm->rank);
+    return reducer_raise(self, status, &err);
+}
+
 static int abandon(reducer_object *self)
 {
+    if (is_half_taken(self))
+        return end_half_taken(self);
     bool can_abandon = sw_reducer_get_traits(self->reducer)->can_abandon;
     if (sw_reducer_state(self->reducer) != SW_ROUND_OPEN)
         return REDUCER_DO(self, sw_reducer_abandon(self->reducer, &err));
@@ -456,6 +488,8 @@ PyObject *sw_py_reducer_fail(PyObject *op, PyObject *Py_UNUSED(unused))
     if (reducer_check_ready(self) < 0)
         return NULL;
     self->announced_task = NO_TASK; /* even if no gradient had arrived yet */
+    if (is_half_taken(self))
+        return none_or_null(end_half_taken(self));
     if (!sw_reducer_get_traits(self->reducer)->can_abandon)
         return none_or_null(abandon(self));
     if (sw_reducer_state(self->reducer) != SW_ROUND_OPEN)

@@ -12,7 +12,7 @@
 #include "python/device_object.h"
 #include "python/method.h"
 
-enum { REDUCER_REFERENCES = 17 };
+enum { REDUCER_REFERENCES = 18 };
 
 typedef struct reducer_object {
     PyObject_HEAD comm_object *comm; /* owned; NULL on a GPU */
@@ -35,6 +35,7 @@ typedef struct reducer_object {
             PyObject *order;           /* returns a digest that ranks must agree on */
             PyObject *announcer;       /* gets the accumulated means as a round opens */
             PyObject *bucket_callback; /* averages a bucket in place of the engine */
+            PyObject *mean_callback;   /* takes a bucket's mean, whose memory is then free */
             PyObject *allocate; /* on a GPU: gets bytes, and returns torch's tensor of as many */
             PyObject *home;     /* the same for slices of means at home in host memory; or None */
             PyObject *tracer;   /* in a round that a profiler records, called with a bucket and
@@ -197,6 +198,8 @@ int sw_py_gradient_place(reducer_object *self, size_t index);
 int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket);
 /* Drops the gradients that no copy reads any longer. */
 int sw_py_gradient_let_go(reducer_object *self);
+/* Calls mean_callback with each mean that is complete and was not taken. */
+int sw_py_gradient_take_means(reducer_object *self);
 /* Sends every bucket that can be sent without a wait. */
 int sw_py_gradient_advance(reducer_object *self);
 /* Tells the tracer what begins with a bucket, "begin" or "wait". No-op without a tracer. */

@@ -119,7 +119,7 @@ static bool make_link(reducer_object *self)
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     reducer_object *self = (reducer_object *)op;
-    sw_py_arg a[15] = {[2] = {.n = 25 * 1024 * 1024}, [6] = {.o = Py_None},  [7] = {.s = "model"},
+    sw_py_arg a[16] = {[2] = {.n = 25 * 1024 * 1024}, [6] = {.o = Py_None},  [7] = {.s = "model"},
                        [11] = {.o = Py_None},         [12] = {.o = Py_None}, [14] = {.o = Py_None}};
     SW_PY_SLICES slices = {.numbers = NULL};
     SW_PY_TABLE params = {0}, names = {0};
@@ -128,7 +128,7 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (!sw_py_read(
             "Reducer comm:O parameters:O | $ bucket_cap_bytes:n transport:(auto|pool|staged) "
             "reduce:(mean|sum) sliced:p slices:O label:s first_cap_bytes:n deterministic:p wire:z "
-            "row:O column:O allocate:O home:O",
+            "row:O column:O allocate:O home:O takes_means:p",
             args, kwargs, a) ||
         !check_caps(a[2].n, a[8].n) || !bind_comm(self, a[0].o, &world_size) ||
         !read_side(self, a[11].o, &options.row) || !read_side(self, a[12].o, &options.column) ||
@@ -141,6 +141,7 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     options.transport = (sw_transport)a[3].i;
     options.sums = a[4].i == 1;
     self->sliced = options.sliced = a[5].p;
+    options.takes_means = a[15].p;
     options.slices = slices.given;
     options.label = a[7].s;
     options.bucket_cap_bytes = a[2].size;
@@ -369,6 +370,8 @@ static PyObject *set_callback(reducer_object *self, PyObject *callback)
 }
 
 OF_REDUCER(set_bucket_callback, " callback:O", true, set_callback(self, a[0].o))
+OF_REDUCER(set_mean_callback, " callback:O", true,
+           (sw_py_set_or_clear(&self->mean_callback, a[0].o), sw_py_none()))
 
 static int set_codec(reducer_object *self, PyObject *codec)
 {
@@ -525,6 +528,10 @@ static PyMethodDef reducer_methods[] = {
                "Let buckets of the first round, too, leave before the end of the backward."),
     SW_PY_ARGS(reducer, set_bucket_callback, "callback, /",
                "Set a communication hook, or None: callback(bucket, is_last) averages a bucket."),
+    SW_PY_ARGS(
+        reducer, set_mean_callback, "callback, /",
+        "With takes_means: call callback(bucket) with each mean once it is complete, which then "
+        "gives up its memory."),
     SW_PY_ARGS(reducer, set_codec, "codec, /",
                "Let means travel through a Codec, whose entries are the parameters. Collective."),
     SW_PY_ARGS(reducer, keep_in_rows, "keeps, /",

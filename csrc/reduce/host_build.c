@@ -29,7 +29,8 @@ static sw_status init_buckets(host_rounds *host, const sw_reducer_options *optio
         b->op = (sw_op){.kind = SW_OP_ALL_REDUCE,
                         .dtype = shape->dtype,
                         .redop = redop,
-                        .slices = host->owners ? &host->slices : NULL,
+                        .slices = host->owners && !sw_host_rounds_is_in_place(host) ? &host->slices
+                                                                                    : NULL,
                         .numel = shape->numel,
                         .offset_bytes = shape->offset_bytes};
         memcpy(b->op.label, b->common->label, sizeof b->op.label);
@@ -56,20 +57,27 @@ static sw_gradient_sizes sizes_of(host_rounds *host)
     if (host->ring) /* space for frozen buckets; its pages are touched when they are unfrozen */
         sizes.pool =
             sw_size_max(sw_host_rounds_lay_ring(host, true), sw_host_rounds_lay_ring(host, false));
+    if (host->base.takes_means)
+        sizes.results =
+            sw_host_rounds_is_in_place(host) ? 0 : sizes.pool / (size_t)host->base.slice_count;
     return sizes;
 }
 
 static void bind_ring(host_rounds *host)
 {
-    for (size_t i = 0; i < host->base.layout.bucket_count; ++i) {
+    bool takes = host->base.takes_means; /* each frozen bucket then has its place from the start */
+    host->ring_bytes = sw_host_rounds_lay_ring(host, takes);
+    for (size_t i = 0; !sw_host_rounds_is_in_place(host) && i < host->base.layout.bucket_count;
+         ++i) {
         host_bucket *b = &host->buckets[i];
+        if (takes) /* two results overlap where two contributions do */
+            b->result_offset_bytes = b->op.offset_bytes / (size_t)host->base.slice_count;
         b->op.kind = SW_OP_REDUCE_SCATTER;
         b->op.result = host->memory->results + b->result_offset_bytes;
         b->op.results = host->memory->result_arena;
         b->op.results_offset_bytes = b->result_offset_bytes;
         sw_bucket_plan(b, true);
     }
-    host->ring_bytes = sw_host_rounds_lay_ring(host, false);
     host->unfrozen = true; /* the first round populates it: parameters that load need its memory */
 }
 
@@ -131,8 +139,10 @@ static sw_status prepare(host_rounds *host, const sw_layout_param *params, const
                          size_t param_count, const sw_reducer_options *options, sw_error *err)
 {
     int slice_count = options->slices ? options->slices->count : host->comm->world_size;
+    bool is_whole = options->takes_means && slice_count == 1; /* and is folded by all ranks */
     SW_TRY(copy_slices(host, options->slices, err));
-    SW_TRY(sw_reducer_init(&host->base, params, names, param_count, options, slice_count, 1, err));
+    SW_TRY(sw_reducer_init(&host->base, params, names, param_count, options, slice_count,
+                           is_whole ? host->comm->world_size : 1, err));
     host->buckets = calloc(host->base.layout.bucket_count + 1, sizeof *host->buckets);
     host->contributors = calloc((size_t)host->comm->world_size, sizeof *host->contributors);
     if (!host->buckets || !host->contributors)

@@ -20,6 +20,7 @@ enum {
     ABANDONED_UNDER_WAY = 32, /* fewer operations than a communicator accepts without waiting */
     ABANDON_POLL_NS = 1000000,
     HOLD_POLL_NS = 100000,
+    STALLED_NS = 250000000, /* a peer that is only slow completes a bucket in less */
 };
 
 static host_rounds *host_of(sw_reducer *reducer)
@@ -60,6 +61,8 @@ static uint8_t *host_result(const sw_reducer *reducer, size_t bucket_index)
 {
     const host_rounds *host = host_seen(reducer);
     size_t slice_bytes = sw_bucket_bytes(reducer, bucket_index) / (size_t)reducer->slice_count;
+    if (sw_host_rounds_is_in_place(host))
+        return host_address(reducer, bucket_index);
     return host->ring ? host->memory->results + host->buckets[bucket_index].result_offset_bytes
                       : host->memory->base + reducer->layout.bucket[bucket_index].offset_bytes +
                             (size_t)reducer->own_slice * slice_bytes;
@@ -108,7 +111,7 @@ static void host_open(sw_reducer *reducer)
 {
     host_rounds *host = host_of(reducer);
     if (host->ring && host->unfrozen) {
-        host->ring_bytes = sw_host_rounds_lay_ring(host, false);
+        host->ring_bytes = sw_host_rounds_lay_ring(host, reducer->takes_means);
         sw_memory_populate(host->memory->base, host->ring_bytes);
         host->unfrozen = false;
     }
@@ -120,7 +123,9 @@ static void host_open(sw_reducer *reducer)
 static bool host_has_room(const sw_reducer *reducer, const bucket *b)
 {
     const host_bucket *before = host_seen(reducer)->buckets[b->index].before;
-    return !before || before->common->state == BUCKET_DONE;
+    return !before ||
+           (before->common->state == BUCKET_DONE && (!reducer->takes_means || reducer->abandoned ||
+                                                     before->common->index < reducer->next_mean));
 }
 
 /* Wait until all ranks are done with the previous bucket in the slot of `b`. A hook's buckets
@@ -133,7 +138,7 @@ static sw_status host_reserve(sw_reducer *reducer, bucket *b, sw_error *err)
         return SW_OK;
     SW_TRY(host->comm->ops->wait(host->comm, before->ticket, err));
     before->common->state = BUCKET_DONE;
-    return SW_OK;
+    return reducer->takes_means ? reducer->ops->poll(reducer, err) : SW_OK; /* the ones before it */
 }
 
 static bool host_hold_back(sw_reducer *reducer, const bucket *b)
@@ -141,11 +146,13 @@ static bool host_hold_back(sw_reducer *reducer, const bucket *b)
     host_rounds *host = host_of(reducer);
     const host_bucket *before = host->buckets[b->index].before;
     int64_t from_ns = sw_clock_now_ns();
+    bool held_enough = reducer->takes_means ? host->held_ns > STALLED_NS
+                                            : 2 * host->held_ns > from_ns - host->opened_ns;
     if (!before || before->common->state != BUCKET_POSTED ||
-        reducer->unplaced_bytes <= host->cap_bytes || 2 * host->held_ns > from_ns - host->opened_ns)
+        reducer->unplaced_bytes <= host->cap_bytes || held_enough)
         return false;
     sw_thread_sleep_ns(HOLD_POLL_NS);
-    host->held_ns += sw_clock_now_ns() - from_ns;
+    host->held_ns += reducer->takes_means ? HOLD_POLL_NS : sw_clock_now_ns() - from_ns;
     return true;
 }
 
@@ -236,6 +243,7 @@ static sw_status host_poll(sw_reducer *reducer, sw_error *err)
         if (!complete)
             return SW_OK;
         reducer->buckets[i].state = BUCKET_DONE;
+        host->held_ns = reducer->takes_means ? 0 : host->held_ns; /* since the last progress */
     }
     return SW_OK;
 }
@@ -267,17 +275,21 @@ static void compare_ranks(host_rounds *host)
     }
 }
 
-/* Spread the buckets' use bits to the parameters. */
-static void collect(host_rounds *host)
+/* Spread a bucket's use bits to its parameters. */
+static void collect_bucket(host_rounds *host, size_t i)
 {
     sw_reducer *base = &host->base;
+    const sw_layout_bucket *shape = &base->layout.bucket[i];
+    for (size_t k = 0; k < shape->count; ++k)
+        base->params[base->layout.order[shape->first + k]].used_by_any =
+            base->buckets[i].takes_part && sw_bit_is_set(host->buckets[i].any, k);
+}
+
+static void collect(host_rounds *host)
+{
     compare_ranks(host);
-    for (size_t i = 0; i < base->layout.bucket_count; ++i) {
-        const sw_layout_bucket *shape = &base->layout.bucket[i];
-        for (size_t k = 0; k < shape->count; ++k)
-            base->params[base->layout.order[shape->first + k]].used_by_any =
-                base->buckets[i].takes_part && sw_bit_is_set(host->buckets[i].any, k);
-    }
+    for (size_t i = 0; i < host->base.layout.bucket_count; ++i)
+        collect_bucket(host, i);
 }
 
 static sw_status host_await(sw_reducer *reducer, const bucket *b, sw_error *err)
@@ -331,6 +343,17 @@ static int abandoned_by(const host_rounds *host)
                 sw_bucket_trailer(&host->buckets[i], r)->abandoned)
                 return r;
     return -1;
+}
+
+static bool host_take(sw_reducer *reducer, const bucket *b)
+{
+    host_rounds *host = host_of(reducer);
+    bool abandoned = false;
+    compare_ranks(host); /* by the first bucket's trailers, which are complete before it is */
+    collect_bucket(host, b->index);
+    for (int r = 0; r < host->comm->world_size; ++r)
+        abandoned |= sw_bucket_trailer(&host->buckets[b->index], r)->abandoned;
+    return !abandoned && !reducer->stepped_unlike;
 }
 
 static bool host_was_abandoned(const sw_reducer *reducer)
@@ -421,6 +444,10 @@ static size_t host_planned_bytes(const sw_reducer *reducer)
     size_t results = 0;
     if (!host->ring)
         return reducer->layout.trainable_bytes;
+    if (reducer->takes_means)
+        return host->ring_bytes + (sw_host_rounds_is_in_place(host)
+                                       ? 0
+                                       : host->ring_bytes / (size_t)reducer->slice_count);
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
         if (reducer->buckets[i].takes_part)
             results += sw_bucket_bytes(reducer, i) / (size_t)reducer->slice_count;
@@ -483,6 +510,7 @@ const sw_reducer_ops sw_host_rounds_ops = {
     .judge = host_judge,
     .try_abandon = host_try_abandon,
     .hold_back = host_hold_back,
+    .take = host_take,
     .active_ranks = host_active_ranks,
     .accumulated_ranks = host_accumulated_ranks,
     .keep = host_keep,

@@ -59,6 +59,12 @@ typedef struct host_rounds {
     bool keeps_slice;      /* a compressor's result is needed of this rank's slice alone */
 } host_rounds;
 
+/* Every rank takes whole means: they replace the contributions, and are no results beside them. */
+static inline bool sw_host_rounds_is_in_place(const host_rounds *host)
+{
+    return host->base.takes_means && host->base.slice_count == 1;
+}
+
 /* host_rounds.c */
 extern const sw_reducer_ops sw_host_rounds_ops;
 

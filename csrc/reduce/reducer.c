@@ -323,7 +323,7 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
         b->unplaced = 0;
         b->reserved = b->sealed = false;
     }
-    reducer->next_bucket = next_due(reducer, 0);
+    reducer->next_bucket = reducer->next_mean = next_due(reducer, 0);
     if (reducer->ops->open)
         reducer->ops->open(reducer);
     return SW_OK;
@@ -553,6 +553,26 @@ sw_status sw_reducer_advance(sw_reducer *reducer, sw_error *err)
     SW_TRY(post_ready(reducer, err));
     return reducer->next_bucket > 0 && reducer->ops->poll ? reducer->ops->poll(reducer, err)
                                                           : SW_OK;
+}
+
+bool sw_reducer_next_mean(sw_reducer *reducer, size_t *bucket_index)
+{
+    const bucket *b;
+    do {
+        *bucket_index = reducer->next_mean;
+        if (!reducer->takes_means || *bucket_index >= reducer->layout.bucket_count ||
+            reducer->buckets[*bucket_index].state != BUCKET_DONE)
+            return false;
+        b = &reducer->buckets[*bucket_index];
+        reducer->next_mean = next_due(reducer, *bucket_index + 1);
+    } while (!reducer->ops->take(reducer, b));
+    return true;
+}
+
+bool sw_reducer_is_half_taken(const sw_reducer *reducer)
+{
+    return reducer->takes_means && reducer->state == SW_ROUND_OPEN &&
+           reducer->next_bucket > next_due(reducer, 0);
 }
 
 /* ---- a round ends ---- */

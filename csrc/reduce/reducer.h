@@ -42,9 +42,10 @@ typedef struct sw_reducer_options {
     size_t bucket_cap_bytes;
     size_t first_cap_bytes; /* cap of the first bucket; later caps double. 0: all equal */
     sw_transport transport;
-    bool sums;   /* sum the contributions instead of averaging them */
-    bool sliced; /* keep only this rank's slices of the means (in a pool; private buckets stay
-                    whole) */
+    bool sums;        /* sum the contributions instead of averaging them */
+    bool sliced;      /* keep only this rank's slices of the means (in a pool; private buckets stay
+                         whole) */
+    bool takes_means; /* sliced, in a pool: means share memory: see sw_reducer_next_mean */
     const sw_slices *slices; /* the owners of slices; copied. NULL: rank r owns slice r */
     const char *label;       /* name of the model in messages; copied */
     /* On a GPU (without `transport` and `first_cap_bytes`): */
@@ -211,7 +212,8 @@ void sw_reducer_place(sw_reducer *reducer, size_t param, bool accumulated);
 bool sw_reducer_can_place(const sw_reducer *reducer, size_t param);
 /* Rest briefly if this rank is ahead of its peers: gradients of more than a usual bucket, `param`
  * included, wait for a slot that peers still read. Otherwise return false at once, also if half of
- * the round was rest, since a peer may wait for this rank elsewhere. */
+ * the round was rest, since a peer may wait for this rank elsewhere; with options.takes_means after
+ * 2,500 rests without a complete bucket. */
 bool sw_reducer_hold_back(sw_reducer *reducer, size_t param);
 /* Return true if the next bucket to send has all its gradients, not all of them placed, and a free
  * slot: reserve it, place them, and advance. */
@@ -233,6 +235,14 @@ SW_MUST_USE sw_status sw_reducer_send_complete(sw_reducer *reducer, size_t bucke
 SW_MUST_USE sw_status sw_reducer_await(sw_reducer *reducer, size_t bucket, sw_error *err);
 /* Post complete buckets in order and advance those in flight. */
 SW_MUST_USE sw_status sw_reducer_advance(sw_reducer *reducer, sw_error *err);
+
+/* With options.takes_means: return true if the next bucket's mean is complete, not abandoned, and
+ * all ranks noted the same steps. The caller takes it, used_by_any() included, before it reserves,
+ * sends or finishes anything: its memory is then a later bucket's. Call it after each advance or
+ * wait. */
+bool sw_reducer_next_mean(sw_reducer *reducer, size_t *bucket);
+/* Return true if peers may have taken a mean of the open round, so that it cannot be abandoned. */
+bool sw_reducer_is_half_taken(const sw_reducer *reducer);
 
 /* Return true if `param` was marked in this round; if its gradient was placed. */
 bool sw_reducer_is_ready(const sw_reducer *reducer, size_t param);

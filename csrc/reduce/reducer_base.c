@@ -68,6 +68,7 @@ sw_status sw_reducer_init(sw_reducer *reducer, const sw_layout_param *params,
 {
     const sw_slices *slices = options->slices;
     reducer->contributes = true;
+    reducer->takes_means = options->takes_means;
     reducer->slice_count = slices ? slices->count : reducer->world_size;
     reducer->own_slice = slices ? slices->of_rank[reducer->rank] : reducer->rank;
     snprintf(reducer->label, sizeof reducer->label, "%.*s",

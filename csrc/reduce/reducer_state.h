@@ -81,6 +81,9 @@ typedef struct sw_reducer_ops {
     sw_status (*try_abandon)(sw_reducer *reducer, int64_t budget_ns, sw_error *err);
     /* See sw_reducer_hold_back. May be NULL. */
     bool (*hold_back)(sw_reducer *reducer, const bucket *b);
+    /* A bucket is DONE: fill in used_by_any of its parameters. Return false if some rank abandoned
+     * it, or ranks noted different steps. NULL without options.takes_means. */
+    bool (*take)(sw_reducer *reducer, const bucket *b);
     /* Return the number of ranks that contributed to the last round; of those with a contribution
      * on top of the accumulated mean. */
     size_t (*active_ranks)(const sw_reducer *reducer);
@@ -105,6 +108,8 @@ struct sw_reducer {
     char **names;          /* owned */
     char label[32];        /* label of the model, cut */
     size_t next_bucket;    /* lowest bucket that is not posted */
+    size_t next_mean;      /* takes_means: lowest bucket that was not taken */
+    bool takes_means;      /* see sw_reducer_next_mean */
     size_t unplaced_bytes; /* bytes of gradients that are ready and not placed */
     sw_round_state state;
     int64_t task;

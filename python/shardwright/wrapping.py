@@ -21,6 +21,7 @@ from .layout.memory import has_memory, without_memory
 from .layout.param_groups import mark_of
 from .optim import moments
 from .optim.clip_grad import clip
+from .optim.in_backward import BackwardOptimizer, check_class
 from .optim.master_weights import MasterOptimizer, has_own_masters, without_masters
 from .optim.offload import make_route, make_store
 from .optim.rules import resolve
@@ -141,6 +142,8 @@ def wrap(
     clip_grad_norm, partition = given.clip_grad_norm, given.partition
     if clip_grad_norm is not None and optimizer is None:
         raise ValueError(f"clip_grad_norm={clip_grad_norm!r} needs the optimizer, whose steps begin with it")
+    if given.step_in_backward and optimizer is None:
+        raise ValueError("step_in_backward=True needs the optimizer, which steps in each backward")
     if not isinstance(module, torch.nn.Module):
         swapped = isinstance(module, torch.optim.Optimizer)
         remedy = ": the module comes first, sw.wrap(module, optimizer)" if swapped else ""
@@ -235,7 +238,7 @@ def shard_optimizer(
         if mark.options["offload"] is None:
             return optimizer
     engine = needed_engine("shard_optimizer", module)
-    if not engine.options.zero:
+    if not engine.options.stage:
         raise Error(
             "shard_optimizer needs a module that was wrapped with zero >= 1, got zero=0: use the optimizer as it is"
         )
@@ -259,14 +262,15 @@ def _make_stepper(engine: Engine, optimizer: torch.optim.Optimizer, partition: s
     without = engine.precision.without_master() if engine.precision is not None else []
     try:
         made: torch.optim.Optimizer
-        if engine.options.zero:
-            made = ShardedOptimizer(inner, replicas[0], partition, without, replicas[1:])
+        if engine.options.stage:
+            kind = BackwardOptimizer if engine.options.step_in_backward else ShardedOptimizer
+            made = kind(inner, replicas[0], partition, without, replicas[1:])
         else:
             made = inner = _with_masters(inner, without)
     except MemoryError:  # alike on all ranks
         _give_back(engine)
         raise
-    for replica in () if engine.options.zero else replicas:
+    for replica in () if engine.options.stage else replicas:
         replica.steppers.add_plain(made)
     _keep_state(engine, made, inner)
     try:
@@ -294,13 +298,15 @@ def _agree_on_optimizer(
     beside: Mapping[str, str] | None = None,
 ) -> None:
     """Raise the same on all ranks for an optimizer that cannot step on the module, or differs, as `beside` may. Collective."""
-    names, label, zero = _names_of(module), type(module).__name__, options.zero
+    names, label, zero = _names_of(module), type(module).__name__, options.stage
 
     def rows() -> list[Row]:
         way = "flat"
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"wrap needs a torch.optim.Optimizer or None, got {_not_an_optimizer(optimizer)}")
         if optimizer is not None and zero:
+            if options.step_in_backward:
+                check_class(without_masters(optimizer))
             way = resolve(without_masters(optimizer), partition, group.world_size)
         if optimizer is not None:
             if clip_grad_norm is not None and not zero and not takes_hooks(optimizer):
@@ -337,7 +343,7 @@ def _not_an_optimizer(given: Any) -> str:
 
 
 def _check_offload(module: torch.nn.Module, options: Options, optimizer: torch.optim.Optimizer | None) -> None:
-    offload, zero = options.offload, options.zero
+    offload, zero = options.offload, options.stage
     parameters, kind = offload_kinds(offload)
     is_on_gpu = options.device is not None or any(map(cuda.runtime.holds, module.parameters()))
     if kind != "nvme" and parameters != "nvme" and not (kind == "cpu" and is_on_gpu):

@@ -42,7 +42,7 @@ class Live:
         self.is_possible = (
             bool(engines)
             and all(
-                not each.options.zero and each.options.compress is None and each.precision is None for each in engines
+                not each.options.stage and each.options.compress is None and each.precision is None for each in engines
             )
             and all(takes_hooks(each) for each in steppers)
             and all(type(each).get_extra_state is torch.nn.Module.get_extra_state for each in training.model.modules())

@@ -27,7 +27,7 @@ from ..layout.views import copy_gradient, gradient_view
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.dtensor import held_tensor
 from ..torch_compat.weak import weakly
-from .sharded_gradient import ShardedGradient
+from .sharded_gradient import ShardedGradient, SteppedGradient
 from .sparse_gradients import SparseGradients
 
 _NOT_AVERAGED = (
@@ -87,6 +87,7 @@ class ModuleGradients:
         *,
         sparse: SparseGradients | None = None,
         warns_of_sparse: bool = True,
+        steps: bool = False,
     ) -> None:
         #: writes a gradient into a view
         self.copy: Callable[..., None] = (
@@ -95,6 +96,11 @@ class ModuleGradients:
         self._table, self._storage, self._backend, self._reducer = table, storage, backend, reducer
         self._slicing, self._zero, self._label, self._comm = slicing, zero, label, backend.group.comm
         self._last_step_on = last_step_on
+        #: True if each backward is a step (BackwardOptimizer); returns the optimizer of step_by(), or None
+        self.steps = steps
+        self._stepper: Callable[[], Any] = lambda: None
+        if steps:
+            reducer.send_first(True)
         #: exchanged after each round
         self.sparse = sparse
         self.after_round: list[Callable[[], None]] = []
@@ -173,7 +179,9 @@ class ModuleGradients:
                     reducer.keep_in_rows(True)
             if sparse is not None:
                 sparse.is_local = local
-            close = reducer.close
+            if rounds.steps:
+                rounds._begin_step(local)
+            close, fail = reducer.close, rounds._fail if rounds.steps else reducer.fail
             is_traced = _hooks.profiler_enabled()
             if is_traced is not rounds._is_traced:
                 rounds._trace(is_traced)
@@ -183,10 +191,46 @@ class ModuleGradients:
                     times.backward_start = time.perf_counter_ns()
             elif rounds.watcher is not None:
                 close = rounds._close
-            _hooks.queue_at_end(close, reducer.fail)
+            _hooks.queue_at_end(close, fail)
             return not local
 
         return open_round
+
+    # an optimizer inside the backward ------------------------------------------------------------------------------
+
+    def step_by(self, optimizer: Any) -> None:
+        """Let `optimizer`, held weakly, step on each bucket as its mean is complete."""
+        self._stepper = weakref.ref(optimizer)
+        self._reducer.set_mean_callback(weakly(optimizer.step_on))
+        self.after_round[:] = [weakly(optimizer.finish)]
+
+    def search(self, output: Any) -> None:
+        """Learn from the graph of a forward if the first round can be sent before its end."""
+        if self._reducer.rounds == 0 and _hooks.search_graph(_hooks.find_tensors(output))[1]:
+            self._reducer.send_first(False)
+
+    def _begin_step(self, local: bool = False) -> None:
+        if local:
+            raise Error(self.refuses("a backward that does not synchronise (no_sync)"))
+        stepper = self._stepper()
+        if stepper is None:
+            raise Error("the optimizer of step_in_backward=True is gone: keep what sw.wrap returned")
+        stepper.begin()
+
+    def refuses(self, what: str) -> str:
+        """Return the sentence that refuses what does not go together with an optimizer inside the backward."""
+        return f"{what} of {self._label} does not go together with step_in_backward=True, which steps on each mean as soon as it is complete"
+
+    def _cancel_step(self) -> None:
+        stepper = self._stepper()
+        if stepper is not None:
+            stepper.cancel()
+
+    def _fail(self) -> None:
+        try:
+            self._reducer.fail()
+        finally:
+            self._cancel_step()
 
     def _close(self, local: bool = False) -> None:
         """Close the round at the end of a backward."""
@@ -203,11 +247,15 @@ class ModuleGradients:
             self._reducer.close_pending()
             return
         self._take_rows(opens=True)  # a mean that zero_grad() has dropped is none of this round
+        if self.steps:
+            self._begin_step()
         self._end(self._reducer.close_pending)
         self.closed_without_backward = True
 
     def average(self) -> None:
         """Average the current `.grad` in a round. Collective."""
+        if self.steps:
+            raise Error(self.refuses("sw.average_gradients()"))
         if self.sparse is not None:
             self.sparse.use_all()
         self._take_rows(opens=True)
@@ -226,7 +274,11 @@ class ModuleGradients:
         begin_s, before = time.perf_counter(), self._reducer.rounds if has_followers else 0
         opened = self._reducer.is_open  # else `stays_in_rows` tells of an earlier round
         with _hooks.named_range("end_of_round", self._label) if is_traced else contextlib.nullcontext():
-            end()
+            try:
+                end()
+            except BaseException:
+                self._cancel_step()
+                raise
         if has_followers and (not contributes or self._reducer.rounds != before):
             self._follow(contributes)
         elif self._rows and not (
@@ -337,7 +389,8 @@ class ModuleGradients:
         if self._zero < 2:
             return gradient_view(like, self._reducer, index)
         held = gradient_view(like, self._reducer, index) if self._reducer.transport == "staged" else None
-        return ShardedGradient(index, like, from_dlpack(self._reducer.result(index)), self, held)
+        kind = SteppedGradient if self.steps else ShardedGradient
+        return kind(index, like, from_dlpack(self._reducer.result(index)), self, held)
 
     def renew_view(self, index: int) -> None:
         """Make the view of a gradient. An old view that the user kept is moved to separate memory."""

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from .._engine import Error
-from ..torch_compat.internals import no_torch_function, without_memory_of
+from ..torch_compat.internals import no_torch_function, tree_leaves, without_memory_of
 
 aten = torch.ops.aten
 
@@ -140,6 +140,34 @@ class ShardedGradient(torch.Tensor):
                 "sw.full_gradients(module) gives whole gradients"
             )
         return handler(*args, **(kwargs or {}))
+
+
+class SteppedGradient(ShardedGradient):
+    """The gradient of a parameter that was stepped on in the backward. Its memory is another bucket's by then."""
+
+    #: nothing accumulates on it, and the engine's assignment has no effect
+    _cleared = property(lambda self: True, lambda self, value: None)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"SteppedGradient(shape={tuple(self.shape)})"
+
+    def averaged_piece(self) -> NoReturn:
+        """Raise Error."""
+        raise Error(
+            "this gradient was stepped on inside the backward and is gone (step_in_backward=True): clipping by the norm, GradScaler and "
+            "reads of .grad need sw.wrap without it"
+        )
+
+    as_on_this_rank = averaged_piece
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Take what a later backward adds, and zeros; raise Error for the rest."""
+        if func not in _OF_STEPPED:
+            next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)).averaged_piece()
+        return _HANDLERS[func](*args, **(kwargs or {}))
 
 
 def _refuse(what: str) -> NoReturn:
@@ -307,4 +335,11 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten._foreach_zero_.default: _each("zero_"),
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten.detach.default: lambda grad: grad,
+}
+_OF_STEPPED = {
+    aten.add_.Tensor,
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten._foreach_zero_.default,
+    aten.detach.default,
 }

@@ -13,6 +13,7 @@ import copy
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -185,16 +186,19 @@ class ShardedOptimizer(Forwarding):
         return self._owner.run(self._entries[index], rank)
 
     @contextlib.contextmanager
-    def _on_slices(self) -> Iterator[list[torch.Tensor]]:
-        """Inside, give the user's optimizer slices instead of whole parameters, or masters if this class makes them."""
+    def _on_slices(self, of_groups: Sequence[Sequence[Entry]] | None = None) -> Iterator[list[torch.Tensor]]:
+        """Inside, give the user's optimizer slices instead of whole parameters, or masters if this class makes them.
+
+        `of_groups`: only these of each group, with the origins as they are.
+        """
         whole = [group["params"] for group in self._inner.param_groups]
         entries, index = self._entries, self._index
         try:
             with_master = []
-            if getattr(self._inner, "state_dtype", None) is not None:
+            if of_groups is None and getattr(self._inner, "state_dtype", None) is not None:
                 vars(self._inner).update(origins=self._origins())
-            for group in self._inner.param_groups:
-                members = [entries[index[id(p)]] for p in group["params"]]
+            for number, group in enumerate(self._inner.param_groups):
+                members = [entries[index[id(p)]] for p in group["params"]] if of_groups is None else of_groups[number]
                 pairs = [(e, e.piece if e.is_final else self._piece(e)) for e in members]  # no call for each
                 group["params"] = [piece for _, piece in pairs if piece is not None]
                 if self._makes_masters:  # no call for others
@@ -204,7 +208,7 @@ class ShardedOptimizer(Forwarding):
         finally:
             for group, parameters in zip(self._inner.param_groups, whole):
                 group["params"] = parameters
-            for entry in entries:
+            for entry in entries if of_groups is None else chain.from_iterable(of_groups):
                 piece, home = entry.piece, entry.home
                 if piece is not None and home is not None and piece.data_ptr() != home.data_ptr():  # p.data = ...
                     home.copy_(piece.detach())

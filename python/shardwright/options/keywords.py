@@ -1,6 +1,6 @@
 """The options as keywords, for editors and type checkers: names and types are those of Options, in its order.
 
-One call takes `**options: Unpack[WrapOptions]`. The parts differ in which call takes them; ten basic options come first.
+One call takes `**options: Unpack[WrapOptions]`. The parts differ in which call takes them; eleven basic options come first.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class StepOptions(TypedDict, total=False):
 
     clip_grad_norm: float | None
     partition: Partition
+    step_in_backward: bool
 
 
 class RankOptions(TypedDict, total=False):

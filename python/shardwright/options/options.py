@@ -30,8 +30,16 @@ from .keywords import (
 from .names import near, offers_fields, unknown_name
 from .precision import Precision
 
+#: the options that step_in_backward excludes
+_BESIDE_STEPS = {
+    "clip_grad_norm": "needs the norm of all of them: sw.optim's and torch's optimizers then step after the backward",
+    "compress": "averages buckets once all are there",
+    "partition": "'tensor' collects whole gradients for a step",
+    "check_every": "looks at all of them before a step",
+    "groups": "steps on parameters of several groups of ranks together",
+}
 #: the first fields of Options, which most programs need; each listing names them first
-BASIC_COUNT = 10
+BASIC_COUNT = 11
 _MIB = 1024 * 1024
 _Made = TypeVar("_Made")
 
@@ -114,6 +122,11 @@ class Options:
     partition : {"auto", "flat", "tensor"}
         How an optimizer is sliced at zero >= 1. "auto": flat slices, for optimizers known to be elementwise. "flat":
         flat slices; the caller guarantees that it is elementwise. "tensor": whole tensors, balanced over ranks.
+    step_in_backward : bool
+        On CPUs, for the elementwise optimizers of torch.optim and sw.optim: the backward steps on each bucket as its mean
+        is complete, and frees its gradients, with the bits of ordinary steps. `.grad` then raises if it is read, and
+        optimizer.step() only counts. Not with clipping by the norm, GradScaler, no_sync() or closures
+        (docs/optimizers.md).
     process_group : torch.distributed.ProcessGroup, optional
         The ranks that train together. Default: the default group; without one, the group of the launcher's variables
         (docs/launch.md); without those, one rank.
@@ -204,6 +217,7 @@ class Options:
     )
     clip_grad_norm: float | None = _option(None, number(also="None or "), alike=False)
     partition: Partition = _option("auto", among(*get_args(Partition)), alike=False)
+    step_in_backward: bool = _option(False, switch)
     process_group: ProcessGroup | None = _option(None, alike=False)
     device_mesh: DeviceMesh | None = _option(None, _check_mesh)
     groups: Mapping[Any, DeviceMesh | ProcessGroup] | None = _option(None, _check_groups, alike=False)
@@ -237,6 +251,9 @@ class Options:
             if self.zero not in rules["stages"] and value not in (default, None):
                 raise ValueError(f"{name}= requires zero=3, got zero={self.zero}")
         check_compressor(self.compress, self.reduce)
+        for name, why in _BESIDE_STEPS.items() if self.step_in_backward else ():
+            if getattr(self, name) not in (getattr(Options, name), "flat"):
+                raise ValueError(f"step_in_backward=True frees each gradient before the next, and {name}= {why}")
         if self.process_group is not None and self.device_mesh is not None:
             raise ValueError("process_group and device_mesh were both given: pass one of them")
         if self.gather is not None and self.share_parameters is not False:
@@ -259,6 +276,11 @@ class Options:
                 f"write_guard={self.write_guard!r} watches parameters that a host shares, got share_parameters=False, under which released ones "
                 "are watched anyway"
             )
+
+    @property
+    def stage(self) -> int:
+        """Return `zero`; with `step_in_backward` 2 for 0 and 1, whose means are not whole at any time either."""
+        return max(self.zero, 2) if self.step_in_backward else self.zero
 
     def compared(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name, rules in FIELDS.items() if rules["compared"]}

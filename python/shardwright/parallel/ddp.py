@@ -75,7 +75,7 @@ class DistributedDataParallel(TorchDDP):
     check_reduction, skip_all_reduce_unused_params, batched_grad_copy
         Accepted without effect: the engine always does this.
     **options
-        The other fields of Options, but for partition and clip_grad_norm, which are wrap's.
+        The other fields of Options, but for partition, clip_grad_norm and step_in_backward, which are wrap's.
 
     Raises
     ------
@@ -124,7 +124,12 @@ class DistributedDataParallel(TorchDDP):
         torch.nn.Module.__init__(self)
         if _options is None:
             check_arguments(given)
-            refuse_options(options, ("clip_grad_norm", "partition"), "DistributedDataParallel", "give them to sw.wrap")
+            refuse_options(
+                options,
+                ("clip_grad_norm", "partition", "step_in_backward"),
+                "DistributedDataParallel",
+                "give them to sw.wrap",
+            )
             known = [name for name in given if name not in ("self", "options", "module") and name[0] != "_"]
             taken: dict[str, Any] = {**options, **{name: given[name] for name in known if name in FIELDS}}
             taken["bucket_cap_mb"] = bucket_cap(bucket_cap_mb, bucket_cap_mb_list)
@@ -260,6 +265,7 @@ class DistributedDataParallel(TorchDDP):
         collectives inside (full_gradients, checkpoints) would wait for joined ranks until the deadline.
         """
         engine = self._engine
+        engine.check_not_stepping("join()")
         if any(each.options.groups is not None for each in (engine, *engine.inner)):
             raise NotImplementedError(
                 "join() is not supported for a module with groups=: give all ranks equally many inputs"

@@ -256,7 +256,7 @@ class Engine:
             )
         faces = [each for each in self.module.modules() if isinstance(each, TorchDDP) and is_ours(each)]
         inner = [each for face in faces if (each := engine_of(face)) is not None and not each.is_taken]
-        if not self.options.zero and not any(each.options.zero for each in inner):
+        if not self.options.stage and not any(each.options.stage for each in inner):
             return inner, []
         for each in inner:
             each._check_takeable(is_whole=engine_of(self.module, make=False) is each)
@@ -400,10 +400,12 @@ class Engine:
             building=building,
         )
         self.made.append(replica)
-        self._drift.append(replica.access.watch(self.module, ignored, pinned=bool(options.zero)))
+        self._drift.append(replica.access.watch(self.module, ignored, pinned=bool(options.stage)))
 
     def _slicing(self, group: HostGroup) -> Slicing:
         mesh = self.options.device_mesh
+        if self.options.step_in_backward and not self.options.zero:  # every rank owns the one slice
+            return Slicing.of_rows(group.rank, [[rank] for rank in range(group.world_size)])
         if mesh is None or getattr(mesh, "ndim", 1) == 1:
             return Slicing.one_a_rank(group.rank, group.world_size)
         return Slicing.of_rows(group.rank, mesh_rows(mesh, self.process_group))
@@ -548,6 +550,8 @@ class Engine:
             if replica.access.guard is not None:
                 replica.access.guard.check("after a forward")
             own = replica.gradients
+            if own.steps:
+                own.search(output)
             _hooks.hook_outputs(output, own.on_output_gradient if synchronises else own.on_local_output_gradient)
         return output
 
@@ -605,8 +609,15 @@ class Engine:
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Set whether backwards from now on average gradients."""
         self.check_not_taken()
+        if not requires_gradient_sync:
+            self.check_not_stepping("no_sync()")
         for each in (self, *self.inner):
             each.require_backward_grad_sync = bool(requires_gradient_sync)
+
+    def check_not_stepping(self, what: str) -> None:
+        """Raise Error if an optimizer steps inside the backward."""
+        if self.options.step_in_backward:
+            raise Error(self.replica.gradients.refuses(what))
 
     # uneven inputs ------------------------------------------------------------------------------------------------
 
@@ -652,6 +663,7 @@ class Engine:
 
     def register_hook(self, states: Sequence[object], hook: Callable[..., Any]) -> None:
         """Let a user's hook average all buckets, with a state for each replica."""
+        self.check_not_stepping("a communication hook")
         zero = self.options.zero
         if zero and "PostLocalSGDState" in (type(each).__name__ for each in states):
             raise NotImplementedError(
@@ -671,6 +683,7 @@ class Engine:
         from ..compress.state import joined_states
 
         check_compressor(compress, self.options.reduce)
+        self.check_not_stepping("a compressor (compress=, or a reduce_dtype)")
         if self.comm_hooks:
             raise Error("compress_gradients can only be called once: a communication hook is registered already")
         replica = self.replica

@@ -694,6 +694,9 @@ def fully_shard(
     refuse_options(options, ("zero", "share_parameters"), "fully_shard", "it is zero=3 with private parameters")
     refuse_options(options, ("clip_grad_norm",), "fully_shard", "call sw.clip_grad_norm_ before the step")
     refuse_options(options, ("partition",), "fully_shard", "give it to sw.shard_optimizer")
+    refuse_options(
+        options, ("step_in_backward",), "fully_shard", "use sw.wrap(module, optimizer, zero=3, step_in_backward=True)"
+    )
     policy = _policy(precision, mp_policy)
     if hasattr(offload_policy, "pin_memory") and _device_of(modules) != "cpu":
         raise NotImplementedError(

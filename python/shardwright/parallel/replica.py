@@ -77,7 +77,7 @@ class Replica:
         self.serial = next(_serials)
         self.label = type(module).__name__
         self.options, self.settings, self.engine = options, settings, engine
-        self.zero = zero = options.zero
+        self.zero = zero = options.stage
         self.group = group
         self.slicing = slicing
         #: True once the hooks are gone, as a later wrapper has taken over the module
@@ -220,6 +220,7 @@ class Replica:
             last_step_on=steppers.last_step_on,
             sparse=sparse,
             warns_of_sparse=self.options.sparse_gradients == "auto",
+            steps=self.options.step_in_backward,
         )
         self.reducer.attach(
             self.table.parameters,
@@ -529,8 +530,8 @@ class Replica:
             engine.is_inside_forward = False
 
     def stop_request(self) -> StopRequest | None:
-        """Return a stop request that travels with rounds; None on GPUs, whose tags have no room. Collective."""
-        if self.stop is None and self.link is None:
+        """Return a stop request that travels with rounds; None on GPUs, whose tags have no room, and where a backward steps."""
+        if self.stop is None and self.link is None and not self.gradients.steps:
             self.stop = self.steppers.stop = StopRequest(self.group.rank, self.group.world_size)
         return self.stop
 

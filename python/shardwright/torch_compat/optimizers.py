@@ -53,6 +53,12 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     return list(optimizer._optimizer_step_pre_hooks.values())
 
 
+def bare_step(optimizer: torch.optim.Optimizer) -> None:
+    """Step without hooks, profiler and what schedulers put around `optimizer.step`."""
+    step: Any = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
 def optimizers_of(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:
     """Return the optimizers that _apply_optimizer_in_backward made an attribute of `parameter`; none in a torch without it."""
     return getattr(parameter, "_in_backward_optimizers", [])

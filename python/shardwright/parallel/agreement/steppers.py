@@ -55,6 +55,8 @@ class Steppers:
         #: by optimizer: the parameters that had their first gradient when it was last noted, and its digest
         self._last: weakref.WeakKeyDictionary[Any, dict[str, tuple[torch.Tensor, int]]] = weakref.WeakKeyDictionary()
         self._warns_of_forwards = True
+        #: for ranks that differ in what they step with
+        self.unlike_steps = _OWN_STEPS
         self._sliced: list[weakref.ref[torch.optim.Optimizer]] = []
         self._plain: list[weakref.ref[torch.optim.Optimizer]] = []
         #: the number of rounds at each optimizer's last step at zero=0
@@ -129,12 +131,12 @@ class Steppers:
         is_request = self.stop is not None and self.stop.explains(self._group.comm.all_gather_bytes)
         tables = self._gather(self._rows(), "hyperparameters")
         if any(table != tables[min(tables)] for table in tables.values()):
-            raise Error(_OWN_STEPS.format(difference(tables)))
+            raise Error(self.unlike_steps.format(difference(tables)))
         self._explain_gradients()
         if self.explain_replicas is not None:
             self.explain_replicas()
         if not is_request:
-            raise Error(_OWN_STEPS.format(UNLIKE_BEFORE))
+            raise Error(self.unlike_steps.format(UNLIKE_BEFORE))
 
     def _gather(self, mine: Any, label: str) -> dict[int, Any]:
         """Return the values of the ranks that took the last step, by rank: a joined one did not. Collective."""
@@ -226,7 +228,7 @@ def adopt_steps_in_backward(replica: Any) -> None:
     if replica.zero:
         raise Error(
             f"parameter {stepped[0][0]!r} has an optimizer that steps inside the backward (_apply_optimizer_in_backward), on the whole "
-            f"parameter: zero={replica.zero} steps on slices after the backward; give sw.wrap(module, optimizer, zero={replica.zero}) an "
+            f"parameter: zero={replica.zero} steps on slices; give sw.wrap(module, optimizer, zero={replica.zero}, step_in_backward=True) an "
             "ordinary optimizer, or wrap with zero=0"
         )
     parameters = [parameter for _, parameter in stepped]

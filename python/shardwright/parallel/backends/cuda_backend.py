@@ -57,6 +57,10 @@ class CudaBackend:
     @staticmethod
     def check_request(module: torch.nn.Module, request: Request, group: HostGroup) -> None:
         options = request.options
+        if options.step_in_backward:
+            raise NotImplementedError(
+                "step_in_backward=True is for modules on the CPU: on a GPU leave it out, and step after the backward"
+            )
         if request.zero == 3 and (
             options.share_parameters is True or options.gather is not None or options.write_guard == "samples"
         ):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..._engine import Reducer, Store, norm_sum
+from ..._engine import Error, Reducer, Store, norm_sum
 from ...backend.base import Capabilities, Request
 from ...comm.process_group import HostGroup
 from ...layout.shard_runs import Storage
@@ -42,7 +42,7 @@ class HostBackend:
     def reducer(self, request: Request) -> Reducer:
         options, over_hosts = request.options, self.group.host_count > 1 and request.sends_early
         limits = [_SLICED_CAP_BYTES] * (request.zero >= 2) + [_HOSTS_CAP_BYTES] * over_hosts
-        return Reducer(
+        made = Reducer(
             self.group.comm,
             request.table.rows(),
             bucket_cap_bytes=min(options.bucket_cap_bytes, *limits) if limits else options.bucket_cap_bytes,
@@ -52,7 +52,13 @@ class HostBackend:
             slices=request.slicing.for_engine() if request.zero else None,
             label=request.label,
             first_cap_bytes=_HOSTS_FIRST_CAP_BYTES if over_hosts else 0,
+            takes_means=options.step_in_backward,
         )
+        if options.step_in_backward and made.transport == "staged":  # alike on all ranks
+            raise Error(
+                f"step_in_backward=True needs gradients in memory that the ranks of a host share; here they are staged: {made.transport_reason}"
+            )
+        return made
 
     def store(self, reducer: Reducer, request: Request, *, shared: bool) -> tuple[Store, None]:
         made = Store(

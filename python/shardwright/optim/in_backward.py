@@ -1,0 +1,160 @@
+"""The optimizer in the backward (step_in_backward=True): each bucket is stepped on as its mean is complete, then forgotten.
+
+docs/design/optim.md has the idea. A round's calls, in this order: begin() before the first gradient is sent, step_on() for each
+bucket in index order, then finish(), or cancel() if it fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from .._engine import Error
+from ..layout.memory import trim
+from ..parallel.agreement.optimizer_agreement import check_groups
+from ..torch_compat.autograd import set_gradient, unguarded
+from ..torch_compat.optimizers import bare_step, hooks_around
+from .master_weights import masters_in_place
+from .ownership import Entry
+from .rules import is_elementwise, name_of
+from .sharded import ShardedOptimizer
+
+_UNLIKE = "ranks disagree about {}; no parameter has changed: step with the same values on every rank"
+_TWICE = (
+    "with step_in_backward=True each backward is a step, so gradients do not accumulate over several: call optimizer.step() after "
+    "each backward, or leave step_in_backward out"
+)
+
+
+def check_class(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for an optimizer that cannot step on some of its parameters at a time."""
+    name = name_of(optimizer)
+    if not name.startswith(("torch.optim.", "shardwright.optim.")) or not is_elementwise(optimizer):
+        raise ValueError(
+            f"step_in_backward=True is for the elementwise optimizers of torch.optim and sw.optim, got {name}: another class may count its "
+            "steps by calls, or need a whole tensor"
+        )
+    if any(hooks_around(optimizer, "step")):
+        raise ValueError(
+            f"step_in_backward=True: this {name} has step hooks, which would run once a bucket: register them on the optimizer that "
+            "sw.wrap returns"
+        )
+
+
+class BackwardOptimizer(ShardedOptimizer):
+    """The optimizer that `sw.wrap(module, optimizer, step_in_backward=True)` returns: step() finds its work done."""
+
+    _buckets: dict[int, list[list[Entry]]]
+    _sizes: Sequence[int] = ()
+    #: True from the end of a round to step()
+    _has_stepped = False
+
+    def __init__(self, *given: Any) -> None:
+        self._changes = contextlib.ExitStack()
+        super().__init__(*given)
+        self._attach()
+
+    def _attach(self) -> None:
+        self.replica.steppers.unlike_steps = _UNLIKE
+        self.replica.gradients.step_by(self)
+
+    def follow(self, replicas: Any) -> None:
+        super().follow(replicas)
+        self._sizes, self._has_stepped = (), False
+        self._attach()
+
+    def begin(self) -> None:
+        """Begin a round, and let its first bucket carry the digest of what this rank steps with."""
+        if self._has_stepped:
+            raise Error(_TWICE)
+        check_groups(self, self._inner)
+        replica, sizes = self.replica, [len(group["params"]) for group in self.param_groups]
+        if sizes != self._sizes:
+            self._sizes, self._buckets = sizes, self._by_bucket()
+        if getattr(self._inner, "state_dtype", None) is not None:
+            vars(self._inner).update(origins=self._origins())
+        if replica.access.shows_writes:
+            self._changes.enter_context(replica.access)
+        self._changes.enter_context(replica.access.writing())
+        if replica.zero == 3:
+            replica.parameters().take_writes()
+        if replica.group.world_size > 1:
+            replica.reducer.note_step(replica.steppers.note(self))
+
+    def _by_bucket(self) -> dict[int, list[list[Entry]]]:
+        """Return for each bucket the entries of each group in it."""
+        found: dict[int, list[list[Entry]]] = {}
+        for number, group in enumerate(self.param_groups):
+            for entry in map(self._entry, group["params"]):
+                bucket = self.replica.reducer.place(entry.at)[0]
+                found.setdefault(bucket, [[] for _ in self.param_groups])[number].append(entry)
+        return found
+
+    def step_on(self, bucket: int) -> None:
+        """Step on this rank's slices of a bucket, whose mean is complete."""
+        groups, views, used = (
+            self._buckets.get(bucket, []),
+            self.replica.gradients.views,
+            self.replica.reducer.used_by_any,
+        )
+        entries = list(chain.from_iterable(groups))
+        with unguarded():
+            for entry in entries:
+                piece, view = entry.piece if entry.is_final else self._piece(entry), views[entry.at]
+                if piece is not None and view is not None and used(entry.at):
+                    piece.grad = view.piece  # type: ignore[attr-defined]
+            try:
+                with self._on_slices(groups) as low:
+                    with masters_in_place(self._inner, low) if low else contextlib.nullcontext():
+                        bare_step(self._inner)
+            finally:
+                for entry in entries:
+                    if entry.piece is not None:
+                        entry.piece.grad = None
+        # what is left of the backward may not read these, as through weight.detach(); a released one is as it was
+        for entry in entries if not self.replica.releases_parameters else ():
+            torch.autograd.graph.increment_version(entry.member)
+
+    def finish(self) -> None:
+        """Show all ranks what the round has stepped on. Collective."""
+        replica = self.replica
+        vars(self).update(
+            _consolidated=None, _state_names=None, rounds_at_step=replica.reducer.rounds, _has_stepped=True
+        )
+        self._owner.publish(self.replicas, False)
+        self._changes.close()
+        if self.rounds_at_step == 1:  # new state lies between gradients that are gone
+            trim()
+        members = (entry for entry in self._members() if replica.reducer.used_by_any(entry.at))
+        replica.access.count_writes([entry.member for entry in members])
+
+    def cancel(self) -> None:
+        """End a round that has failed."""
+        if self.replica.access.shows_writes:
+            self.replica.access.refuse_change(self.replica.group.comm)
+        self._changes.close()
+        self.replica.access.count_writes(())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(True)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """End the step that the last backward has made: `.grad` is None. Not collective.
+
+        Raises Error for a closure, which would run backwards of its own.
+        """
+        if closure is not None:
+            raise Error(
+                "step(closure) evaluates the module inside the step, which step_in_backward=True has made in the backward: call step() "
+                "without a closure"
+            )
+        self._has_stepped = False
+        with unguarded():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    set_gradient(parameter, None)
+        return None
