@@ -76,6 +76,7 @@ MODES = [
 ]
 #: programs that the emulator cannot run, with what it lacks
 NOT_EMULATED = {
+    "test_memory": "advice about pages: of madvise it takes MADV_DONTNEED alone",
     "test_shm": "counts of /proc/self/fd, which has the emulator's own descriptors, too",
 }
 
