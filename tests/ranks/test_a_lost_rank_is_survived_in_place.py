@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from checkpoint_subjects import build
 from harness import RanksFailed, on_every_rank
-from internals import Board, Engine, Regroup
+from internals import Board, Engine, Regroup, Writer
 from peer import PEER, sw
+from shardwright_tools.cli import main
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 from test_twenty_steps_of_a_gpt import gpt, loss_of
 
@@ -223,6 +224,32 @@ def test_a_rank_that_stops_while_others_recover_is_left_out(fresh_ranks, word):
         assert seen == [(0, 3), (1, 3), (2, 3), (3, 3), (3, 1), (4, 1)]
 
 
+def survive_a_broken_save(rank, world_size, folder, stage, broken):
+    """As survive(), with a rank that dies in the save of step `broken`, before it writes."""
+    as_usual = Writer.begin
+
+    def dies(self, target, step, *arguments, **options):
+        if rank == 1 and step == broken:
+            die()
+        return as_usual(self, target, step, *arguments, **options)
+
+    with mock.patch.object(Writer, "begin", dies):
+        return survive(rank, world_size, folder, stage, {}, stop=8)
+
+
+@pytest.mark.parametrize(("stage", "broken"), [(0, 8), (2, 4), (3, 8)])
+def test_a_save_that_a_loss_breaks_is_made_by_the_others(fresh_ranks, stage, broken):
+    """Of step 8, which is the last one, no other would be made."""
+    with tempfile.TemporaryDirectory() as folder, fresh_ranks(3) as team:
+        team.start(survive_a_broken_save, folder=folder, stage=stage, broken=broken)
+        for seen, *_ in outcomes_of(team, dead=[1]):
+            assert [step for step, _ in seen] == [*range(8)], "no step is repeated for it"
+        names = sorted(name for name in os.listdir(folder) if name.startswith("step-"))
+        assert names == ["step-000004", "step-000008"]
+        for name in names:
+            assert main(["ckpt", "verify", f"{folder}/{name}"]) == 0
+
+
 class Varied(torch.nn.Module):
     """Changes buffers and draws random numbers in each forward."""
 
@@ -299,32 +326,40 @@ def test_fewer_ranks_than_asked_for_are_one_sentence(fresh_ranks):
             assert text == "Error: 2 of 3 ranks are left, and min_ranks=3: this job cannot go on in place"
 
 
-def stopped(rank, world_size, folder):
+def stopped(rank, world_size, folder, place):
     """Rank 0 stops; by a function that trains from a step on. Return the numbers of ranks at each of its calls."""
     model, optimizer, vocabulary = prepare(3, silent_s=0.5)
     checkpoints = sw.Checkpointer(folder, model, optimizer, memory_every=1)
-    calls = []
+    calls, start_save = [], Writer._start
+
+    def stops(here):
+        if rank == 0 and place == here:
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     def train(begin):
         calls.append((begin, dist.get_world_size()))
         for step in range(begin, 5):
-            if rank == 0 and step == 3:
-                os.kill(os.getpid(), signal.SIGSTOP)
+            if step == 3:
+                stops("step")
             train_step(model, optimizer, vocabulary, step)
-            checkpoints.save(step, every=100)
+            if checkpoints.save(step, every=3):
+                checkpoints.wait()
         return calls
 
-    return sw.survive(train, checkpoints, wait_s=0.5)
+    with mock.patch.object(Writer, "_start", lambda *each: (stops("save"), start_save(*each))):
+        return sw.survive(train, checkpoints, wait_s=0.5)
 
 
-def test_a_rank_that_stops_is_left_out_and_ended(fresh_ranks):
+@pytest.mark.parametrize("place", ["step", "save"])
+def test_a_rank_that_stops_is_left_out_and_ended(fresh_ranks, place):
     with tempfile.TemporaryDirectory() as folder, fresh_ranks(3) as team:
-        team.start(stopped, folder=folder)
-        outcomes = team.wait(60, patient=True)
+        team.start(stopped, folder=folder, place=place)
+        outcomes = team.wait(40, patient=True)
         if not all(outcome.ok for outcome in outcomes[1:]):
             raise RanksFailed(outcomes)
         assert outcomes[0].ended == "signal SIGKILL"
         assert [outcome.value for outcome in outcomes[1:]] == [[(0, 3), (3, 2)]] * 2
+        assert "step-000003" in os.listdir(folder)
 
 
 @on_every_rank(exactly=2)

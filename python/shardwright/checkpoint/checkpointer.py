@@ -232,6 +232,8 @@ class Checkpointer:
         self._local: LocalTier | None = None
         self._memory_every = memory_every
         self._newest = -1  # the step that was last copied into memory, or whose save last began
+        self._begun = -1  # the step whose save last began
+        self._owed: tuple[int, float | None] = -1, None  # the last step that was due, and its metric, until it is durable
         if is_waiting():  # a spare opens nothing until it has a rank's place: see _come_back()
             self._closed = True
             return
@@ -371,6 +373,8 @@ class Checkpointer:
             self._agree_on_first(every, every_s, refusal)
         if refusal is not None and (every != 1 or every_s is not None):
             raise refusal  # without a step it cannot know if its peers save
+        if refusal is None and every_s is None and (step + 1) % every == 0:
+            self._owed = step + 1, float(metric) if metric is not None and _is_finite(metric) else None
         if self._memory is not None and refusal is None and (step + 1) % (self._memory_every or 1) == 0:
             self._keep(step + 1, self._memory)
         if refusal is None and ((step + 1) % every if every_s is None else not self._interval.is_due(every_s)):
@@ -394,7 +398,7 @@ class Checkpointer:
         metric = None if metric is None else float(metric)
         self._writer.begin(target, step + 1, self._training, lazy=self._lazy, metric=metric, local=local)
         self._interval.restart()
-        self._newest = step + 1
+        self._newest = self._begun = step + 1
         return True
 
     def _keep(self, step: int, memory: MemoryTier) -> None:
@@ -465,6 +469,11 @@ class Checkpointer:
         if self._local is not None:
             self._local.wait()
         self._writer.wait(lambda: self._stop.is_asked)
+        self._note_durable()
+
+    def _note_durable(self) -> None:
+        if self._owed[0] == self._begun:
+            self._owed = -1, None
 
     @property
     def progress(self) -> dict[str, int]:
@@ -661,11 +670,14 @@ class Checkpointer:
             return
         with failures_logged():
             self._close(functools.partial(self._writer.wait_alone, lambda: True))
+            self._note_durable()
 
     def _come_back(self) -> None:
         """Open again after _leave(), as it was made, over the ranks of the model at this time. Collective."""
+        owed = self._owed
         try:
             self.__init__(**self._given)  # type: ignore[misc]
+            self._owed = owed
         except BaseException:
             self._closed = True
             self._held.close()
@@ -677,6 +689,13 @@ class Checkpointer:
             for candidate in tier.candidates()[-1:]:
                 tier.took(candidate)
         self._warm()
+
+    def _save_again(self, step: int) -> None:
+        """Save `step`, which all have, if a save of it was due and the loss of a rank broke it. Collective."""
+        due, metric = max(self._peers.exchange(self._owed, "saves that were broken"), key=lambda each: each[0])
+        if due == step:
+            self._save(step - 1, 1, metric)
+            self._every = None  # the next save() gives it
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -295,6 +295,8 @@ class _Job:
 
     def _finish(self, ended: int) -> int:
         try:
+            if not self._checkpointer._closed:  # a rank that is lost in the last save is survived, too
+                self._checkpointer._wait()
             self._checkpointer._peers.exchange("", "the end of the last step")
         except Exception as error:
             if not self.is_lost(error):
@@ -355,13 +357,14 @@ class _Job:
         checkpointer = self._checkpointer
         checkpointer._come_back()
         checkpointer._observers.append(self.live)
-        newest = self.live.take(checkpointer._peers, serves_new=not self._keeps())
-        if newest is not None:
+        number = self.live.take(checkpointer._peers, serves_new=not self._keeps())
+        if number is not None:
             checkpointer._go_on_from_live()
-            return newest
-        number, memory = checkpointer.restore(), checkpointer._memory
-        if not number and (memory is None or not memory.has_step):
-            raise Error("no step is whole in memory or on disk, so the ranks that are left cannot go on")
+        else:
+            number, memory = checkpointer.restore(), checkpointer._memory
+            if not number and (memory is None or not memory.has_step):
+                raise Error("no step is whole in memory or on disk, so the ranks that are left cannot go on")
+        checkpointer._save_again(number)
         return number
 
     def _keeps(self) -> bool:
