@@ -250,6 +250,30 @@ def test_a_save_that_a_loss_breaks_is_made_by_the_others(fresh_ranks, stage, bro
             assert main(["ckpt", "verify", f"{folder}/{name}"]) == 0
 
 
+def asked_to_stop(rank, world_size, folder, stage):
+    """Rank 0 gets a signal to save and end, and rank 2 dies before all have heard of it. Return the steps that began."""
+    model, optimizer, vocabulary = prepare(stage)
+    checkpoints = sw.Checkpointer(folder, model, optimizer, memory_every=1, save_on=[signal.SIGTERM])
+    began = []
+    with pytest.raises(SystemExit):
+        for step in sw.steps(checkpoints, 9):
+            with step:
+                began.append(int(step))
+                if step == 2 and dist.get_rank() == 0 and dist.get_world_size() == 3:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                train_step(model, optimizer, vocabulary, step, "forward" if step == 2 and rank == 2 else None)
+                checkpoints.save(step, every=100)
+    return began
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_request_to_stop_outlives_a_recovery(fresh_ranks, stage):
+    with tempfile.TemporaryDirectory() as folder, fresh_ranks(3) as team:
+        team.start(asked_to_stop, folder=folder, stage=stage)
+        assert outcomes_of(team, dead=[2]) == [[0, 1, 2, 2]] * 2
+        assert "step-000003" in os.listdir(folder)
+
+
 class Varied(torch.nn.Module):
     """Changes buffers and draws random numbers in each forward."""
 

@@ -233,6 +233,7 @@ class Checkpointer:
         self._memory_every = memory_every
         self._newest = -1  # the step that was last copied into memory, or whose save last began
         self._begun = -1  # the step whose save last began
+        self._stop = StopRequest(self._peers.rank, 1)
         self._owed: tuple[int, float | None] = -1, None  # the last step that was due, and its metric, until it is durable
         if is_waiting():  # a spare opens nothing until it has a rank's place: see _come_back()
             self._closed = True
@@ -267,7 +268,7 @@ class Checkpointer:
         engine = None if isinstance(self._training.model, Modules) else engine_of(model)
         pairs = ((module, t.optimizer) for t in self._training.parts for module in parts_of(t.model).values())
         self._check = SaveCheck(pairs)
-        self._stop, self._signals = StopRequest(self._peers.rank, 1), None
+        self._signals = None
         if self._save_on:
             of_engine = engine.replica.stop_request() if engine is not None and engine.made else None
             self._exchanges_stop = of_engine is None  # save() itself exchanges the request
@@ -625,6 +626,8 @@ class Checkpointer:
     @on_every_rank("Checkpointer.steps()")
     def steps(self) -> list[int]:
         """Return the completed steps of the durable checkpoints in the directory, oldest first. Reads names only. Collective."""
+        if is_waiting():  # as restore(): a spare has opened nothing
+            return []
         with self._call.of("steps()"):
             self._check_open()
             return [step for step, _ in self._place.list()]
@@ -638,7 +641,11 @@ class Checkpointer:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise CheckpointError("this Checkpointer was closed: make a new one")
+            is_spare = is_waiting()
+            raise CheckpointError(
+                "a spare opens its Checkpointer in sw.steps or sw.survive, and not before" if is_spare
+                else "this Checkpointer was closed: make a new one"
+            )  # fmt: skip
 
     def close(self) -> None:
         """Wait for the running save and release the directory. Idempotent. Raises the errors of wait()."""
@@ -674,10 +681,11 @@ class Checkpointer:
 
     def _come_back(self) -> None:
         """Open again after _leave(), as it was made, over the ranks of the model at this time. Collective."""
-        owed = self._owed
+        owed, is_asked = self._owed, self._stop.is_asked or self._stop.is_agreed
         try:
             self.__init__(**self._given)  # type: ignore[misc]
             self._owed = owed
+            self._stop.is_asked |= is_asked
         except BaseException:
             self._closed = True
             self._held.close()
