@@ -204,19 +204,20 @@ def test_a_rank_that_dies_while_others_recover_is_survived(fresh_ranks, place):
 
 
 def survive_with_one_that_stops(rank, world_size, folder, word):
-    """As survive(), with a rank that stops for good before a word of the meeting after rank 2's death."""
-    as_usual = Board.say
+    """As survive(), with a rank that stops for good before a word of the meeting after rank 2's death, or an engine of two."""
+    kind, name = (Engine, "_build") if word == "engine" else (Board, "say")
+    as_usual = getattr(kind, name)
 
-    def stops(self, key, value):
-        if rank == 1 and key.startswith(word):
+    def stops(self, key="engine", *arguments, **options):
+        if rank == 1 and key.startswith(word) and (word != "engine" or dist.get_world_size() == 2):
             os.kill(os.getpid(), signal.SIGSTOP)
-        as_usual(self, key, value)
+        as_usual(self, *[key] * (word != "engine"), *arguments, **options)
 
-    with mock.patch.object(Board, "say", stops):
+    with mock.patch.object(kind, name, stops):
         return survive(rank, world_size, folder, 2, {3: (2, "step")}, stop=5, wait_s=0.5)
 
 
-@pytest.mark.parametrize("word", ["here", "ready", "came"])
+@pytest.mark.parametrize("word", ["here", "ready", "came", "engine"])
 def test_a_rank_that_stops_while_others_recover_is_left_out(fresh_ranks, word):
     with tempfile.TemporaryDirectory() as folder, fresh_ranks(3) as team:
         team.start(survive_with_one_that_stops, folder=folder, word=word)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from .._engine import Error
+from .._engine import CommTimeoutError, Error
 from ..comm import spares as waiting
 from ..comm.failures import reports_peer
 from ..comm.process_group import abort_all
@@ -247,7 +247,7 @@ class _Job:
         if not self._tries:
             return bool(self._ranks.dead())
         until = time.monotonic() + (_SEEN_S if isinstance(error, RuntimeError) else 0.0)
-        is_lost = reports_peer(error, self._ranks.own) or bool(self._ranks.dead())
+        is_lost = isinstance(error, CommTimeoutError) or reports_peer(error, self._ranks.own) or bool(self._ranks.dead())
         while not is_lost and time.monotonic() < until:  # torch's own error may come before the process has ended
             time.sleep(_SEEN_S / 20)
             is_lost = bool(self._ranks.dead())

@@ -289,7 +289,7 @@ class Regroup:
 
         CommError if a member ends meanwhile, or torch cannot connect the members.
         """
-        leave()
+        leave(self._wait_s)
         folder, size = os.path.join(self._folder, str(self.attempt)), len(self.members)
         board, short = Board(folder), timedelta(seconds=min(_CONNECT_S, self._timeout.total_seconds()))
         board.say(f"came/{self.own}", True)
@@ -316,9 +316,9 @@ class Regroup:
             pause_s = min(1.5 * pause_s, _LOOK_S[1])
 
 
-def leave() -> None:
+def leave(coming_s: float | None = None) -> None:
     """End every communicator of this process and torch's groups, without a word to ranks that may be dead."""
-    process_group.begin_anew()
+    process_group.begin_anew(coming_s)
     end_groups()
 
 
