@@ -139,6 +139,8 @@ class Checkpointer:
     10
     """
 
+    _is_back = False  # True once ranks were lost
+
     @offers_names
     @on_every_rank("sw.Checkpointer()")
     def __init__(
@@ -249,6 +251,8 @@ class Checkpointer:
                 timeout_s=timeout_s, max_file_bytes=max_file_bytes, inventory=functools.partial(inventory_of, self._training),
             )  # fmt: skip
             if memory_every is not None and not is_read_only:
+                if self._is_back and memory_replicas:  # on the hosts that are left
+                    memory_replicas = min(memory_replicas, self._peers.host_count - 1)
                 self._memory = MemoryTier(
                     self._peers, self.directory, nonce, memory_replicas, threads=threads, timeout_s=timeout_s
                 )
@@ -681,6 +685,7 @@ class Checkpointer:
 
     def _come_back(self) -> None:
         """Open again after _leave(), as it was made, over the ranks of the model at this time. Collective."""
+        self._is_back = True
         owed, is_asked = self._owed, self._stop.is_asked or self._stop.is_agreed
         try:
             self.__init__(**self._given)  # type: ignore[misc]

@@ -102,8 +102,8 @@ def steps(
     Error
         Fewer than `min_ranks` ranks are left, no step is whole, or this rank came too late.
     ValueError
-        A number out of range, or a module that cannot change its ranks: on a GPU, over several hosts, over a mesh or process
-        group of its own, with groups= or offload=, or of fully_shard.
+        A number out of range, or a module that cannot change its ranks: on a GPU, over a mesh or process group of its own, with
+        groups= or offload=, or of fully_shard.
 
     Notes
     -----
@@ -224,8 +224,6 @@ class _Job:
             why = "stages of a pipeline, and wrappers of torch's own"
         if peers.world_size > 1 and peers.group.torch_group is not dist.group.WORLD:
             why = "a process group of its own"
-        if peers.group.host_count > 1:
-            why = why or "ranks on several hosts"
         for engine in engines_of(training.model):
             options, replicas = engine.options, engine.replicas
             names = ("groups", "offload", "device_mesh", "process_group")
@@ -241,16 +239,16 @@ class _Job:
         return why
 
     def is_lost(self, error: BaseException) -> bool:
-        """Return True for an error of a lost rank: one that reports it, or any while some rank's process has ended."""
+        """Return True for an error of a lost rank: one that reports it, a wait that was too long, or any while one has ended."""
         if self._ranks.is_over or not isinstance(error, Exception):
             return False
         if not self._tries:
-            return bool(self._ranks.dead())
+            return self._ranks.has_lost()
         until = time.monotonic() + (_SEEN_S if isinstance(error, RuntimeError) else 0.0)
-        is_lost = isinstance(error, CommTimeoutError) or reports_peer(error, self._ranks.own) or bool(self._ranks.dead())
+        is_lost = isinstance(error, CommTimeoutError) or reports_peer(error, self._ranks.own) or self._ranks.has_lost()
         while not is_lost and time.monotonic() < until:  # torch's own error may come before the process has ended
             time.sleep(_SEEN_S / 20)
-            is_lost = bool(self._ranks.dead())
+            is_lost = self._ranks.has_lost()
         return is_lost
 
     def grows(self, number: int) -> bool:

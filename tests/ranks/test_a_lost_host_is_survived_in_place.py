@@ -1,0 +1,128 @@
+"""Law: when a rank or a whole host of several is lost, the ranks of all others go on in the same processes with the bits of a run that
+was started again with as many ranks on the same hosts.
+"""
+
+import functools
+import os
+import signal
+import tempfile
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from harness import RanksFailed
+from hosts import lab
+from internals import Board
+from peer import PEER, sw
+from shardwright_tools.cli import main
+from test_a_lost_rank_is_survived_in_place import again, die, digest, outcomes_of, prepare, train_step
+from test_a_spare_takes_a_lost_ranks_place import await_
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+STOP, LOST_AT = 6, 3
+#: of a lost rank another one of its host tells, so nobody waits so long; nobody tells of a lost host
+WAIT_S = {1: 1000.0, 2: 5.0}
+
+
+def survive(rank, world_size, folder, stage, dead, fault=die, wait_s=None, **options):
+    """Train in place; ranks die in a step. Return the steps that began with the number of ranks, and what is left."""
+    model, optimizer, vocabulary = prepare(stage, **options)
+    checkpoints = sw.Checkpointer(folder, model, optimizer, memory_every=1, memory_replicas=1)
+    seen = []
+    for step in sw.steps(checkpoints, STOP, wait_s=wait_s or WAIT_S[len(dead)]):
+        with step:
+            seen.append((int(step), dist.get_world_size()))
+            local = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+            with mock.patch("test_a_lost_rank_is_survived_in_place.die", fault):
+                place = "backward" if step == LOST_AT and rank in dead and world_size == dist.get_world_size() else None
+                train_step(model, optimizer, vocabulary, step, place)
+            checkpoints.save(step, every=STOP)
+            await_(lambda: not checkpoints._memory.is_busy)  # else the next step is not kept
+    found = seen, digest(model, optimizer), local
+    checkpoints.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def restarted(teams):
+    """Return the digests of a run whose second start has these hosts; one of each kind is made."""
+
+    @functools.cache
+    def run(*second):
+        with tempfile.TemporaryDirectory() as folder:
+            for begin, stop, shape in ((0, LOST_AT, (2, 2)), (LOST_AT, STOP, second)):
+                with lab(teams, *shape) as on:
+                    found = on.team.run(again, folder=folder, begin=begin, stop=stop)
+        return found[0]
+
+    return run
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("dead", "left", "second"),
+    [
+        ((2,), [[0, 3, 0, 2], [1, 3, 1, 2], [2, 3, 0, 1]], (2, 1)),
+        ((0,), [[0, 3, 0, 1], [1, 3, 0, 2], [2, 3, 1, 2]], (1, 2)),
+        ((2, 3), [[0, 2, 0, 2], [1, 2, 1, 2]], (2,)),
+        ((0, 1), [[0, 2, 0, 2], [1, 2, 1, 2]], (2,)),
+    ],
+    ids=["a rank", "rank 0", "a host", "the first host"],
+)
+def test_the_ranks_of_all_hosts_go_on_with_the_bits_of_a_restart(hosts, restarted, stage, dead, left, second):
+    expected = restarted(*second)
+    with tempfile.TemporaryDirectory() as folder, hosts(2, 2) as on:
+        on.team.start(survive, folder=folder, stage=stage, dead=dead)
+        found = outcomes_of(on.team, dead=dead)
+        for seen, ended_as, _ in found:
+            steps = [(0, 4), (1, 4), (2, 4), (3, 4), (3, len(left)), (4, len(left)), (5, len(left))]
+            assert seen == steps and ended_as == expected
+        assert [local for *_, local in found] == left
+        assert f"step-{STOP:06d}" in os.listdir(folder)
+
+
+def survive_twice(rank, world_size, folder):
+    """As survive(), with a rank of another host that dies once all have met."""
+    as_usual = Board.say
+
+    def dies(self, key, value):
+        if rank == 3 and key.startswith("came"):
+            die()
+        as_usual(self, key, value)
+
+    with mock.patch.object(Board, "say", dies):
+        return survive(rank, world_size, folder, 2, (1,))
+
+
+def test_a_rank_that_dies_while_hosts_recover_is_told_to_the_others(hosts):
+    with tempfile.TemporaryDirectory() as folder, hosts(2, 2) as on:
+        on.team.start(survive_twice, folder=folder)
+        for seen, *_ in outcomes_of(on.team, dead=(1, 3)):
+            assert [size for _, size in seen] == [4, 4, 4, 4, 2, 2, 2] and seen[-3:] == [(3, 2), (4, 2), (5, 2)]
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def in_words(rank, world_size, folder, dead):
+    try:
+        return survive(rank, world_size, folder, 2, dead, stop, wait_s=5.0, silent_s=0.5)[0]
+    except sw.Error as error:
+        return str(error)
+
+
+def test_a_host_that_was_silent_comes_back_to_one_sentence(hosts):
+    """No rank of another host can end it: it finds itself left out, and has changed nothing."""
+    with tempfile.TemporaryDirectory() as folder, hosts(2, 2) as on:
+        on.team.start(in_words, folder=folder, dead=(2, 3))
+        outcomes = on.team.wait(60, ignore=(2, 3), patient=True)
+        if not all(each.ok for each in outcomes[:2]):
+            raise RanksFailed(outcomes)
+        assert [each.value[-3:] for each in outcomes[:2]] == [[(3, 2), (4, 2), (5, 2)]] * 2
+        assert main(["ckpt", "verify", f"{folder}/step-{STOP:06d}"]) == 0
+        for rank in (2, 3):
+            on.team.signal(rank, signal.SIGCONT)
+        for rank, each in enumerate(on.team.wait(60, ignore=(0, 1), patient=True)[2:], 2):
+            assert each.ok and f"rank {rank} of 4 on host host1 came 5 s too late to go on: ranks 0, 1 go on" in each.value, each
+        assert main(["ckpt", "verify", f"{folder}/step-{STOP:06d}"]) == 0
