@@ -74,7 +74,12 @@ def following(state: State, law: Law) -> Iterator[State]:
             if lates:
                 yield moved(number, rank._replace(does=STOPPED), faults - 1)
             if lates and law.hosts and number == min(mates):
-                yield tuple(each._replace(does=DEAD) if at in mates else each for at, each in enumerate(ranks)), words, faults - 1, lates
+                yield (
+                    tuple(each._replace(does=DEAD) if at in mates else each for at, each in enumerate(ranks)),
+                    words,
+                    faults - 1,
+                    lates,
+                )
         if rank.does == COMES:
             yield moved(number, rank._replace(does=MEETS))
             continue
@@ -151,7 +156,13 @@ def check_end(state: State, law: Law) -> None:
 
 
 def explore(
-    world_size: int, faults: int, least: int, lates: bool, spares: int = 0, awaited: int = 0, hosts: tuple[int, ...] = ()
+    world_size: int,
+    faults: int,
+    least: int,
+    lates: bool,
+    spares: int = 0,
+    awaited: int = 0,
+    hosts: tuple[int, ...] = (),
 ) -> int:
     """Visit every state that can be reached. Return their number."""
     law, members = Law(world_size, least, awaited, hosts), tuple(range(world_size))
@@ -212,7 +223,7 @@ def test_a_protocol_that_tells_other_hosts_nothing_is_caught():
         return move(*arguments[:9])
 
     with mock.patch.object(regroup, "move", mute), pytest.raises(AssertionError):
-        explore(3, 1, 1, False, hosts=(0, 0, 1))
+        explore(4, 2, 1, False, hosts=(0, 0, 1, 1))
 
 
 @pytest.mark.parametrize("fault", ["takes a dead spare", "gives it another place"])

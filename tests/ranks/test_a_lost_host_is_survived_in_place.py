@@ -20,16 +20,16 @@ from test_a_spare_takes_a_lost_ranks_place import await_
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 STOP, LOST_AT = 6, 3
-#: of a lost rank another one of its host tells, so nobody waits so long; nobody tells of a lost host
-WAIT_S = {1: 1000.0, 2: 5.0}
+#: another rank of its host tells of a lost rank, so nobody waits so long; nobody tells of a lost host
+RANK_S, HOST_S = 1000.0, 5.0
 
 
-def survive(rank, world_size, folder, stage, dead, fault=die, wait_s=None, **options):
+def survive(rank, world_size, folder, stage, dead, wait_s, fault=die, **options):
     """Train in place; ranks die in a step. Return the steps that began with the number of ranks, and what is left."""
     model, optimizer, vocabulary = prepare(stage, **options)
     checkpoints = sw.Checkpointer(folder, model, optimizer, memory_every=1, memory_replicas=1)
     seen = []
-    for step in sw.steps(checkpoints, STOP, wait_s=wait_s or WAIT_S[len(dead)]):
+    for step in sw.steps(checkpoints, STOP, wait_s=wait_s):
         with step:
             seen.append((int(step), dist.get_world_size()))
             local = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
@@ -60,24 +60,26 @@ def restarted(teams):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    ("dead", "left", "second"),
+    ("dead", "wait_s", "second"),
     [
-        ((2,), [[0, 3, 0, 2], [1, 3, 1, 2], [2, 3, 0, 1]], (2, 1)),
-        ((0,), [[0, 3, 0, 1], [1, 3, 0, 2], [2, 3, 1, 2]], (1, 2)),
-        ((2, 3), [[0, 2, 0, 2], [1, 2, 1, 2]], (2,)),
-        ((0, 1), [[0, 2, 0, 2], [1, 2, 1, 2]], (2,)),
+        ((2,), RANK_S, (2, 1)),
+        ((0,), RANK_S, (1, 2)),
+        ((1, 2), RANK_S, (1, 1)),
+        ((2, 3), HOST_S, (2,)),
+        ((0, 1), HOST_S, (2,)),
     ],
-    ids=["a rank", "rank 0", "a host", "the first host"],
+    ids=["a rank", "rank 0", "one of each", "a host", "the first host"],
 )
-def test_the_ranks_of_all_hosts_go_on_with_the_bits_of_a_restart(hosts, restarted, stage, dead, left, second):
-    expected = restarted(*second)
+def test_the_ranks_of_all_hosts_go_on_with_the_bits_of_a_restart(hosts, restarted, stage, dead, wait_s, second):
+    expected, count = restarted(*second), sum(second)
+    numbers = [(local, size) for size in second for local in range(size)]
     with tempfile.TemporaryDirectory() as folder, hosts(2, 2) as on:
-        on.team.start(survive, folder=folder, stage=stage, dead=dead)
+        on.team.start(survive, folder=folder, stage=stage, dead=dead, wait_s=wait_s)
         found = outcomes_of(on.team, dead=dead)
         for seen, ended_as, _ in found:
-            steps = [(0, 4), (1, 4), (2, 4), (3, 4), (3, len(left)), (4, len(left)), (5, len(left))]
+            steps = [(0, 4), (1, 4), (2, 4), (3, 4), (3, count), (4, count), (5, count)]
             assert seen == steps and ended_as == expected
-        assert [local for *_, local in found] == left
+        assert [local for *_, local in found] == [[rank, count, *each] for rank, each in enumerate(numbers)]
         assert f"step-{STOP:06d}" in os.listdir(folder)
 
 
@@ -91,7 +93,7 @@ def survive_twice(rank, world_size, folder):
         as_usual(self, key, value)
 
     with mock.patch.object(Board, "say", dies):
-        return survive(rank, world_size, folder, 2, (1,))
+        return survive(rank, world_size, folder, 2, (1,), RANK_S)
 
 
 def test_a_rank_that_dies_while_hosts_recover_is_told_to_the_others(hosts):
@@ -107,7 +109,7 @@ def stop():
 
 def in_words(rank, world_size, folder, dead):
     try:
-        return survive(rank, world_size, folder, 2, dead, stop, wait_s=5.0, silent_s=0.5)[0]
+        return survive(rank, world_size, folder, 2, dead, HOST_S, stop, silent_s=0.5)[0]
     except sw.Error as error:
         return str(error)
 
@@ -124,5 +126,7 @@ def test_a_host_that_was_silent_comes_back_to_one_sentence(hosts):
         for rank in (2, 3):
             on.team.signal(rank, signal.SIGCONT)
         for rank, each in enumerate(on.team.wait(60, ignore=(0, 1), patient=True)[2:], 2):
-            assert each.ok and f"rank {rank} of 4 on host host1 came 5 s too late to go on: ranks 0, 1 go on" in each.value, each
+            assert (
+                each.ok and f"rank {rank} of 4 on host host1 came 5 s too late to go on: ranks 0, 1 go on" in each.value
+            ), each
         assert main(["ckpt", "verify", f"{folder}/step-{STOP:06d}"]) == 0

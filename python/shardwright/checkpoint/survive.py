@@ -85,8 +85,8 @@ def steps(
     min_ranks : int
         With fewer living ranks the job ends with an Error.
     wait_s : float
-        Seconds in (0, 1e9] after which a living rank that has not come is left out, and killed. Longer than the longest pause
-        of one rank.
+        Seconds in (0, 1e9] after which a living rank that has not come is left out, and killed on this host. Longer than the longest
+        pause of one rank. So long the others wait for a lost host.
     spares : int
         For so many lost ranks the others wait, up to `wait_s`, until a spare takes the place: the number of ranks, and with it the
         bits, stay. A spare that waits already is taken in any case. Needs `shardwright rank`, which starts spares and restarts ranks.
@@ -107,7 +107,7 @@ def steps(
 
     Notes
     -----
-    Collective. torch's default group is made anew: dist.get_rank() and dist.get_world_size() change, and groups that the program
+    Collective. Returns once the last save is durable. torch's default group is made anew: dist.get_rank() and dist.get_world_size() change, and groups that the program
     made itself have ended. The body reads them, and sw.elastic.batches(), anew in each step. State that `checkpointer` does not
     hold, such as an iterator over data, is not taken back.
 
