@@ -2,6 +2,7 @@
 started again with as many ranks, from the newest whole step; nothing grows with the number of faults; and who cannot go on says so.
 """
 
+import fcntl
 import gc
 import os
 import signal
@@ -204,20 +205,25 @@ def test_a_rank_that_dies_while_others_recover_is_survived(fresh_ranks, place):
 
 
 def survive_with_one_that_stops(rank, world_size, folder, word):
-    """As survive(), with a rank that stops for good before a word of the meeting after rank 2's death, or an engine of two."""
-    kind, name = (Engine, "_build") if word == "engine" else (Board, "say")
+    """As survive(), with a rank that stops for good after rank 2's death: before a word, with the lock of torch's store, in wrap()."""
+    places = {"store": (dist, "init_process_group"), "engine": (Engine, "_build")}
+    kind, name = places.get(word, (Board, "say"))
     as_usual = getattr(kind, name)
 
-    def stops(self, key="engine", *arguments, **options):
-        if rank == 1 and key.startswith(word) and (word != "engine" or dist.get_world_size() == 2):
-            os.kill(os.getpid(), signal.SIGSTOP)
-        as_usual(self, *[key] * (word != "engine"), *arguments, **options)
+    def stops(*arguments, **options):
+        is_its = arguments[1].startswith(word) if name == "say" else word == "store" or dist.get_world_size() == 2
+        if rank == 1 and is_its:
+            (attempts,) = (each.path for each in os.scandir(folder) if "attempts" in each.name)
+            with open(f"{attempts}/1/torch.store", "a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                os.kill(os.getpid(), signal.SIGSTOP)
+        return as_usual(*arguments, **options)
 
     with mock.patch.object(kind, name, stops):
         return survive(rank, world_size, folder, 2, {3: (2, "step")}, stop=5, wait_s=0.5)
 
 
-@pytest.mark.parametrize("word", ["here", "ready", "came", "engine"])
+@pytest.mark.parametrize("word", ["here", "ready", "came", "store", "engine"])
 def test_a_rank_that_stops_while_others_recover_is_left_out(fresh_ranks, word):
     with tempfile.TemporaryDirectory() as folder, fresh_ranks(3) as team:
         team.start(survive_with_one_that_stops, folder=folder, word=word)

@@ -15,6 +15,7 @@ import secrets
 import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from .._engine import Error
 from ..torch_compat.internals import default_store, end_groups, set_group_timeout
 from . import process_group
-from .account import is_running
+from .account import is_running, state_of
 from .rendezvous import comm_error
 from .waits import Wait
 
@@ -326,15 +327,41 @@ class Regroup:
         board.say(f"came/{self.own}", True)
         try:  # else Gloo would wait for a member that has died since they met
             self._await(board, [f"came/{each}" for each in range(size)])
-            store = dist.FileStore(os.path.join(folder, "torch.store"), -1)
-            dist.init_process_group(self._backend, store=store, rank=self.own, world_size=size, timeout=short)
+            store = _file_store(os.path.join(folder, "torch.store"), self.own)
+            with self._ending_the_stopped():
+                dist.init_process_group(self._backend, store=store, rank=self.own, world_size=size, timeout=short)
         except (RuntimeError, OSError) as error:
             raise comm_error(f"joining in place: torch's group cannot be made: {error}") from error
         default_store().set_timeout(self._timeout)
         set_group_timeout(dist.group.WORLD, self._timeout)
-        here = [number for number, each in enumerate(self.members) if each.place == self._process.place]
+        here = self._here()
         own = {"RANK": self.own, "WORLD_SIZE": size, "LOCAL_RANK": here.index(self.own), "LOCAL_WORLD_SIZE": len(here)}
         os.environ |= {name: str(value) for name, value in own.items() if name in os.environ}
+
+    @contextlib.contextmanager
+    def _ending_the_stopped(self) -> Iterator[None]:
+        """End each member of this host that is stopped for `wait_s`: it may hold the lock of torch's store, which has no deadline."""
+        is_over, stopped_s = threading.Event(), dict.fromkeys(self._here(), 0.0)
+
+        def watch() -> None:
+            while not is_over.wait(_LOOK_S[1]):
+                for each in stopped_s:
+                    member = self.members[each]
+                    stopped_s[each] = stopped_s[each] + _LOOK_S[1] if state_of(member.pid, member.start) == "T" else 0.0
+                    if stopped_s[each] > self._wait_s:
+                        _kill(member)
+
+        thread = threading.Thread(target=watch, name="sw-regroup", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def _here(self) -> list[int]:
+        """Return the members of this host."""
+        return [number for number, each in enumerate(self.members) if each.place == self._process.place]
 
     def _await(self, board: Board, words: Sequence[str]) -> None:
         """Return once each member has said its word. RuntimeError if one has died, or stays away for wait_s."""
@@ -348,6 +375,20 @@ class Regroup:
                 raise RuntimeError(f"rank {absent[0]} has not come within {self._wait_s:g} s")
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LOOK_S[1])
+
+
+def _file_store(path: str, own: int) -> dist.FileStore:
+    """Return torch's store in a file, which it opens by name in each call.
+
+    Its constructor holds Python's lock while it waits for the file's, with which another rank may have stopped: it gets a file alone.
+    """
+    alone = f"{path}.{own}"
+    store = dist.FileStore(alone, -1)
+    with contextlib.suppress(FileExistsError):
+        os.link(alone, path)
+    os.symlink(os.path.basename(path), f"{alone}.new")
+    os.replace(f"{alone}.new", alone)
+    return store
 
 
 def leave(coming_s: float | None = None) -> None:
