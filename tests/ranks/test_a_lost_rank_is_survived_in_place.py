@@ -231,24 +231,26 @@ def test_a_rank_that_stops_while_others_recover_is_left_out(fresh_ranks, word):
         assert seen == [(0, 3), (1, 3), (2, 3), (3, 3), (3, 1), (4, 1)]
 
 
-def survive_a_broken_save(rank, world_size, folder, stage, broken):
-    """As survive(), with a rank that dies in the save of step `broken`, before it writes."""
-    as_usual = Writer.begin
+def survive_a_broken_save(rank, world_size, folder, stage, broken, place):
+    """As survive(), with a rank that dies in the save of step `broken`: as it begins, or as it would write."""
+    as_usual = getattr(Writer, place)
 
     def dies(self, target, step, *arguments, **options):
         if rank == 1 and step == broken:
             die()
         return as_usual(self, target, step, *arguments, **options)
 
-    with mock.patch.object(Writer, "begin", dies):
+    with mock.patch.object(Writer, place, dies):
         return survive(rank, world_size, folder, stage, {}, stop=8)
 
 
-@pytest.mark.parametrize(("stage", "broken"), [(0, 8), (2, 4), (3, 8)])
-def test_a_save_that_a_loss_breaks_is_made_by_the_others(fresh_ranks, stage, broken):
+@pytest.mark.parametrize(
+    ("stage", "broken", "place"), [(0, 8, "begin"), (2, 4, "begin"), (3, 8, "begin"), (1, 8, "_start")]
+)
+def test_a_save_that_a_loss_breaks_is_made_by_the_others(fresh_ranks, stage, broken, place):
     """Of step 8, which is the last one, no other would be made."""
     with tempfile.TemporaryDirectory() as folder, fresh_ranks(3) as team:
-        team.start(survive_a_broken_save, folder=folder, stage=stage, broken=broken)
+        team.start(survive_a_broken_save, folder=folder, stage=stage, broken=broken, place=place)
         for seen, *_ in outcomes_of(team, dead=[1]):
             assert [step for step, _ in seen] == [*range(8)], "no step is repeated for it"
         names = sorted(name for name in os.listdir(folder) if name.startswith("step-"))

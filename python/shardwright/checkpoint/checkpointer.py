@@ -476,11 +476,12 @@ class Checkpointer:
         self._check_open()
         if self._local is not None:
             self._local.wait()
+        begun, self._begun = self._begun, -1  # also if it fails: its outcome is told once
         self._writer.wait(lambda: self._stop.is_asked)
-        self._note_durable()
+        self._note_durable(begun)
 
-    def _note_durable(self) -> None:
-        if self._owed[0] == self._begun:
+    def _note_durable(self, begun: int) -> None:
+        if self._owed[0] == begun:
             self._owed = -1, None
 
     @property
@@ -684,7 +685,7 @@ class Checkpointer:
             return
         with failures_logged():
             self._close(functools.partial(self._writer.wait_alone, lambda: True))
-            self._note_durable()
+            self._note_durable(self._begun)
 
     def _come_back(self) -> None:
         """Open again after _leave(), as it was made, over the ranks of the model at this time. Collective."""
