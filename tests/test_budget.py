@@ -10,8 +10,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = {
     "shardwright": 2_254,
     "shardwright/backend": 582,
-    "shardwright/checkpoint": 10_120,
-    "shardwright/comm": 2_861,
+    "shardwright/checkpoint": 10_121,
+    "shardwright/comm": 2_907,
     "shardwright/compress": 1_166,
     "shardwright/deepspeed": 9,
     "shardwright/formats": 1_891,
