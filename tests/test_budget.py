@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = {
     "shardwright": 2_254,
     "shardwright/backend": 582,
-    "shardwright/checkpoint": 10_121,
+    "shardwright/checkpoint": 10_125,
     "shardwright/comm": 2_907,
     "shardwright/compress": 1_166,
     "shardwright/deepspeed": 9,

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_subjects import build
 from harness import RanksFailed, on_every_rank
-from internals import Board, Engine, Regroup, Writer
+from internals import Board, Directory, Engine, Regroup, Writer
 from peer import PEER, sw
 from shardwright_tools.cli import main
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
@@ -184,6 +184,7 @@ def survive_twice(rank, world_size, folder, place):
         "group": (Regroup, "make_group"),
         "engine": (Engine, "_build"),
         "open": (sw.Checkpointer, "_come_back"),
+        "lock": (Directory, "__init__"),
     }[place]
     as_usual = getattr(kind, name)
 
@@ -196,7 +197,7 @@ def survive_twice(rank, world_size, folder, place):
         return survive(rank, world_size, folder, 2, {3: (3, "step")}, stop=5)
 
 
-@pytest.mark.parametrize("place", ["group", "engine", "open"])
+@pytest.mark.parametrize("place", ["group", "engine", "open", "lock"])
 def test_a_rank_that_dies_while_others_recover_is_survived(fresh_ranks, place):
     with tempfile.TemporaryDirectory() as folder, fresh_ranks(4) as team:
         team.start(survive_twice, folder=folder, place=place)
