@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from harness import RanksFailed
 from hosts import lab
-from internals import Board
+from internals import Board, HostGroup
 from peer import PEER, sw
 from shardwright_tools.cli import main
 from test_a_lost_rank_is_survived_in_place import again, die, digest, outcomes_of, prepare, train_step
@@ -83,23 +83,25 @@ def test_the_ranks_of_all_hosts_go_on_with_the_bits_of_a_restart(hosts, restarte
         assert f"step-{STOP:06d}" in os.listdir(folder)
 
 
-def survive_twice(rank, world_size, folder):
-    """As survive(), with a rank of another host that dies once all have met."""
-    as_usual = Board.say
+def survive_twice(rank, world_size, folder, word):
+    """As survive(), with the first rank of a host that dies once all have met: before a word, or as its host is connected."""
+    kind, name = (Board, "say") if word == "came" else (HostGroup, "make_wire")
+    as_usual = getattr(kind, name)
 
-    def dies(self, key, value):
-        if rank == 3 and key.startswith("came"):
+    def dies(self, key, *arguments):
+        if rank == 2 and key.startswith(word) and (word == "came" or dist.get_world_size() == 3):
             die()
-        as_usual(self, key, value)
+        return as_usual(self, key, *arguments)
 
-    with mock.patch.object(Board, "say", dies):
-        return survive(rank, world_size, folder, 2, (1,), RANK_S)
+    with mock.patch.object(kind, name, dies):
+        return survive(rank, world_size, folder, 2, (1,), RANK_S if word == "came" else HOST_S)
 
 
-def test_a_rank_that_dies_while_hosts_recover_is_told_to_the_others(hosts):
+@pytest.mark.parametrize("word", ["came", "memory"])
+def test_a_rank_that_dies_while_hosts_recover_is_told_to_the_others(hosts, word):
     with tempfile.TemporaryDirectory() as folder, hosts(2, 2) as on:
-        on.team.start(survive_twice, folder=folder)
-        for seen, *_ in outcomes_of(on.team, dead=(1, 3)):
+        on.team.start(survive_twice, folder=folder, word=word)
+        for seen, *_ in outcomes_of(on.team, dead=(1, 2)):
             assert [size for _, size in seen] == [4, 4, 4, 4, 2, 2, 2] and seen[-3:] == [(3, 2), (4, 2), (5, 2)]
 
 

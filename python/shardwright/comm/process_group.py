@@ -210,7 +210,10 @@ class HostGroup:
         """Return a wire between the carriers. Collective over them; the timeout bounds the rendezvous."""
         others, carriers = wire.sockets(), self.carriers
         store = dist.PrefixStore(f"{self._store_name}/{name}", default_store())
-        timeout, connects_late = timedelta(seconds=min(timeout_s, 1e6)), self.host_count > wire.EAGER_HOSTS
+        timeout, connects_late = (
+            timedelta(seconds=min(timeout_s, (_coming_s or 2e6) / 2)),
+            self.host_count > wire.EAGER_HOSTS,
+        )
         # torch's new_group() needs every rank
         gloo = make_gloo(store, carriers.index(self.rank), len(carriers), timeout, connects_late)
         return wire.Wire(gloo, carriers, secret, others, lambda: _exits)
