@@ -11,7 +11,7 @@ LINES = {
     "shardwright": 2_254,
     "shardwright/backend": 582,
     "shardwright/checkpoint": 10_125,
-    "shardwright/comm": 2_907,
+    "shardwright/comm": 2_910,
     "shardwright/compress": 1_166,
     "shardwright/deepspeed": 9,
     "shardwright/formats": 1_891,
