@@ -10,8 +10,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = {
     "shardwright": 2_218,
     "shardwright/backend": 582,
-    "shardwright/checkpoint": 10_054,
-    "shardwright/comm": 2_814,
+    "shardwright/checkpoint": 10_114,
+    "shardwright/comm": 2_907,
     "shardwright/compress": 1_160,
     "shardwright/deepspeed": 9,
     "shardwright/formats": 1_891,

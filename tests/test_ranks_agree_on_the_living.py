@@ -28,11 +28,15 @@ class Rank(NamedTuple):
 
 
 class Law(NamedTuple):
-    """What move() gets in each call: the number of ranks at the start, the least one, and for how many spares they wait."""
+    """What move() gets in each call: the number of ranks at the start, the least one, for how many spares they wait, and hosts."""
 
     full: int
     least: int = 1
     awaited: int = 0
+    hosts: tuple[int, ...] = ()  # of each rank; only ranks of one host see one another end
+
+    def sees(self, number: int, other: int) -> bool:
+        return not self.hosts or self.hosts[number] == self.hosts[other]
 
 
 MEETS, MET, ENDED, DEAD, STOPPED, COMES = "meets", "met", "ended", "dead", "stopped", "comes"
@@ -64,10 +68,18 @@ def following(state: State, law: Law) -> Iterator[State]:
     for number, rank in enumerate(ranks):
         if number in gone or rank.does == STOPPED:
             continue
-        if faults:
+        mates = {at for at in range(len(ranks)) if at not in gone and law.sees(number, at)}
+        if faults and (lates or not law.hosts or len(mates) > 1):  # only lateness tells of a whole host
             yield moved(number, rank._replace(does=DEAD), faults - 1)
             if lates:
                 yield moved(number, rank._replace(does=STOPPED), faults - 1)
+            if lates and law.hosts and number == min(mates):
+                yield (
+                    tuple(each._replace(does=DEAD) if at in mates else each for at, each in enumerate(ranks)),
+                    words,
+                    faults - 1,
+                    lates,
+                )
         if rank.does == COMES:
             yield moved(number, rank._replace(does=MEETS))
             continue
@@ -90,14 +102,16 @@ def following(state: State, law: Law) -> Iterator[State]:
         known = {key: list(value) if isinstance(value, tuple) else value for key, value in said.items()}
         is_member = number in rank.members
         own = rank.members.index(number) if is_member else name_of(number)
-        dead_here = {at for at, each in enumerate(rank.members) if each in gone}
+        dead_here = {at for at, each in enumerate(rank.members) if each in gone and law.sees(number, each)}
+        untold = dead_here if law.hosts else set()
         dead_here |= {name_of(each) for each in gone if each >= law.full and each not in rank.members}
-        sizes = [name_of(each) for each in spares], law.full, law.awaited
+        sizes = [name_of(each) for each in spares], law.full, law.awaited, sorted(untold)
         in_time = regroup.move(own, len(rank.members), law.least, known, dead_here, False, *sizes)
         for is_late in (False, True) if lates else (False,):
             found = regroup.move(own, len(rank.members), law.least, known, dead_here, is_late, *sizes)
             if is_late and found.says == ("outcome", False) != in_time.says:
-                if not any(ranks[each].does == STOPPED for each in meant(known["members"], rank.members)):
+                others = meant(known["members"], rank.members)
+                if not any(ranks[at].does == STOPPED or (at in gone and not law.sees(number, at)) for at in others):
                     continue  # else attempts without end: one that moves is ready in time
             if found.says is not None:
                 yield moved(number, rank._replace(does=(found.says[0], frozen(found.says[1]))))
@@ -141,9 +155,17 @@ def check_end(state: State, law: Law) -> None:
         assert len(met) == (min(len(left), law.full) if len(left) >= law.least and not is_alone else 0), state
 
 
-def explore(world_size: int, faults: int, least: int, lates: bool, spares: int = 0, awaited: int = 0) -> int:
+def explore(
+    world_size: int,
+    faults: int,
+    least: int,
+    lates: bool,
+    spares: int = 0,
+    awaited: int = 0,
+    hosts: tuple[int, ...] = (),
+) -> int:
     """Visit every state that can be reached. Return their number."""
-    law, members = Law(world_size, least, awaited), tuple(range(world_size))
+    law, members = Law(world_size, least, awaited, hosts), tuple(range(world_size))
     first: State = (
         (*(Rank(1, members, MEETS) for _ in members), *(Rank(1, members, COMES) for _ in range(spares))),
         frozenset(),
@@ -186,9 +208,27 @@ def test_two_faults_with_spares_end_in_one_group_without_a_free_place(
     assert explore(world_size, faults, least, lates, spares, awaited) > 5000
 
 
+@pytest.mark.parametrize(
+    ("faults", "lates", "hosts"),
+    [(1, False, (0, 0, 1, 1)), (2, True, (0, 1)), (1, True, (0, 0, 1))]
+    + [(2, False, (0, 0, 1, 1)), (2, False, (0, 0, 0, 1)), (2, True, (0, 0, 1)), (1, True, (0, 0, 1, 1))] * LONG,
+)
+def test_a_rank_or_a_host_that_is_lost_ends_in_one_group_of_the_living(faults, lates, hosts):
+    """Without a rank that is late, a rank of the lost one's host tells the other hosts."""
+    assert explore(len(hosts), faults, 1, lates, hosts=hosts) > 100
+
+
+def test_a_protocol_that_tells_other_hosts_nothing_is_caught():
+    def mute(*arguments, move=regroup.move):
+        return move(*arguments[:9])
+
+    with mock.patch.object(regroup, "move", mute), pytest.raises(AssertionError):
+        explore(4, 2, 1, False, hosts=(0, 0, 1, 1))
+
+
 @pytest.mark.parametrize("fault", ["takes a dead spare", "gives it another place"])
 def test_a_protocol_that_is_wrong_about_spares_is_caught(fault):
-    def wrong(own, count, least, said, dead, is_late, names=(), full=0, awaited=0, move=regroup.move):
+    def wrong(own, count, least, said, dead, is_late, names=(), full=0, *_, move=regroup.move):
         if fault == "takes a dead spare":
             return move(own, count, least, said, [each for each in dead if isinstance(each, int)], is_late, names, full)
         found = move(own, count, least, said, dead, is_late, names, full)

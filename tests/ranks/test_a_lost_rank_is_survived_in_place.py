@@ -2,6 +2,7 @@
 started again with as many ranks, from the newest whole step; nothing grows with the number of faults; and who cannot go on says so.
 """
 
+import fcntl
 import gc
 import os
 import signal
@@ -15,8 +16,9 @@ import torch
 import torch.distributed as dist
 from checkpoint_subjects import build
 from harness import RanksFailed, on_every_rank
-from internals import Board, Engine, Regroup
+from internals import Board, Directory, Engine, Regroup, Writer
 from peer import PEER, sw
+from shardwright_tools.cli import main
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 from test_twenty_steps_of_a_gpt import gpt, loss_of
 
@@ -182,6 +184,7 @@ def survive_twice(rank, world_size, folder, place):
         "group": (Regroup, "make_group"),
         "engine": (Engine, "_build"),
         "open": (sw.Checkpointer, "_come_back"),
+        "lock": (Directory, "__init__"),
     }[place]
     as_usual = getattr(kind, name)
 
@@ -194,7 +197,7 @@ def survive_twice(rank, world_size, folder, place):
         return survive(rank, world_size, folder, 2, {3: (3, "step")}, stop=5)
 
 
-@pytest.mark.parametrize("place", ["group", "engine", "open"])
+@pytest.mark.parametrize("place", ["group", "engine", "open", "lock"])
 def test_a_rank_that_dies_while_others_recover_is_survived(fresh_ranks, place):
     with tempfile.TemporaryDirectory() as folder, fresh_ranks(4) as team:
         team.start(survive_twice, folder=folder, place=place)
@@ -203,24 +206,82 @@ def test_a_rank_that_dies_while_others_recover_is_survived(fresh_ranks, place):
 
 
 def survive_with_one_that_stops(rank, world_size, folder, word):
-    """As survive(), with a rank that stops for good before a word of the meeting after rank 2's death."""
-    as_usual = Board.say
+    """As survive(), with a rank that stops for good after rank 2's death: before a word, with the lock of torch's store, in wrap()."""
+    places = {"store": (dist, "init_process_group"), "engine": (Engine, "_build")}
+    kind, name = places.get(word, (Board, "say"))
+    as_usual = getattr(kind, name)
 
-    def stops(self, key, value):
-        if rank == 1 and key.startswith(word):
-            os.kill(os.getpid(), signal.SIGSTOP)
-        as_usual(self, key, value)
+    def stops(*arguments, **options):
+        is_its = arguments[1].startswith(word) if name == "say" else word == "store" or dist.get_world_size() == 2
+        if rank == 1 and is_its:
+            (attempts,) = (each.path for each in os.scandir(folder) if "attempts" in each.name)
+            with open(f"{attempts}/1/torch.store", "a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                os.kill(os.getpid(), signal.SIGSTOP)
+        return as_usual(*arguments, **options)
 
-    with mock.patch.object(Board, "say", stops):
+    with mock.patch.object(kind, name, stops):
         return survive(rank, world_size, folder, 2, {3: (2, "step")}, stop=5, wait_s=0.5)
 
 
-@pytest.mark.parametrize("word", ["here", "ready", "came"])
+@pytest.mark.parametrize("word", ["here", "ready", "came", "store", "engine"])
 def test_a_rank_that_stops_while_others_recover_is_left_out(fresh_ranks, word):
     with tempfile.TemporaryDirectory() as folder, fresh_ranks(3) as team:
         team.start(survive_with_one_that_stops, folder=folder, word=word)
         ((seen, *_),) = outcomes_of(team, dead=[1, 2])
         assert seen == [(0, 3), (1, 3), (2, 3), (3, 3), (3, 1), (4, 1)]
+
+
+def survive_a_broken_save(rank, world_size, folder, stage, broken, place):
+    """As survive(), with a rank that dies in the save of step `broken`: as it begins, or as it would write."""
+    as_usual = getattr(Writer, place)
+
+    def dies(self, target, step, *arguments, **options):
+        if rank == 1 and step == broken:
+            die()
+        return as_usual(self, target, step, *arguments, **options)
+
+    with mock.patch.object(Writer, place, dies):
+        return survive(rank, world_size, folder, stage, {}, stop=8)
+
+
+@pytest.mark.parametrize(
+    ("stage", "broken", "place"), [(0, 8, "begin"), (2, 4, "begin"), (3, 8, "begin"), (1, 8, "_start")]
+)
+def test_a_save_that_a_loss_breaks_is_made_by_the_others(fresh_ranks, stage, broken, place):
+    """Of step 8, which is the last one, no other would be made."""
+    with tempfile.TemporaryDirectory() as folder, fresh_ranks(3) as team:
+        team.start(survive_a_broken_save, folder=folder, stage=stage, broken=broken, place=place)
+        for seen, *_ in outcomes_of(team, dead=[1]):
+            assert [step for step, _ in seen] == [*range(8)], "no step is repeated for it"
+        names = sorted(name for name in os.listdir(folder) if name.startswith("step-"))
+        assert names == ["step-000004", "step-000008"]
+        for name in names:
+            assert main(["ckpt", "verify", f"{folder}/{name}"]) == 0
+
+
+def asked_to_stop(rank, world_size, folder, stage):
+    """Rank 0 gets a signal to save and end, and rank 2 dies before all have heard of it. Return the steps that began."""
+    model, optimizer, vocabulary = prepare(stage)
+    checkpoints = sw.Checkpointer(folder, model, optimizer, memory_every=1, save_on=[signal.SIGTERM])
+    began = []
+    with pytest.raises(SystemExit):
+        for step in sw.steps(checkpoints, 9):
+            with step:
+                began.append(int(step))
+                if step == 2 and dist.get_rank() == 0 and dist.get_world_size() == 3:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                train_step(model, optimizer, vocabulary, step, "forward" if step == 2 and rank == 2 else None)
+                checkpoints.save(step, every=100)
+    return began
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_request_to_stop_outlives_a_recovery(fresh_ranks, stage):
+    with tempfile.TemporaryDirectory() as folder, fresh_ranks(3) as team:
+        team.start(asked_to_stop, folder=folder, stage=stage)
+        assert outcomes_of(team, dead=[2]) == [[0, 1, 2, 2]] * 2
+        assert "step-000003" in os.listdir(folder)
 
 
 class Varied(torch.nn.Module):
@@ -299,32 +360,40 @@ def test_fewer_ranks_than_asked_for_are_one_sentence(fresh_ranks):
             assert text == "Error: 2 of 3 ranks are left, and min_ranks=3: this job cannot go on in place"
 
 
-def stopped(rank, world_size, folder):
+def stopped(rank, world_size, folder, place):
     """Rank 0 stops; by a function that trains from a step on. Return the numbers of ranks at each of its calls."""
     model, optimizer, vocabulary = prepare(3, silent_s=0.5)
     checkpoints = sw.Checkpointer(folder, model, optimizer, memory_every=1)
-    calls = []
+    calls, start_save = [], Writer._start
+
+    def stops(here):
+        if rank == 0 and place == here:
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     def train(begin):
         calls.append((begin, dist.get_world_size()))
         for step in range(begin, 5):
-            if rank == 0 and step == 3:
-                os.kill(os.getpid(), signal.SIGSTOP)
+            if step == 3:
+                stops("step")
             train_step(model, optimizer, vocabulary, step)
-            checkpoints.save(step, every=100)
+            if checkpoints.save(step, every=3):
+                checkpoints.wait()
         return calls
 
-    return sw.survive(train, checkpoints, wait_s=0.5)
+    with mock.patch.object(Writer, "_start", lambda *each: (stops("save"), start_save(*each))):
+        return sw.survive(train, checkpoints, wait_s=0.5)
 
 
-def test_a_rank_that_stops_is_left_out_and_ended(fresh_ranks):
+@pytest.mark.parametrize("place", ["step", "save"])
+def test_a_rank_that_stops_is_left_out_and_ended(fresh_ranks, place):
     with tempfile.TemporaryDirectory() as folder, fresh_ranks(3) as team:
-        team.start(stopped, folder=folder)
-        outcomes = team.wait(60, patient=True)
+        team.start(stopped, folder=folder, place=place)
+        outcomes = team.wait(40, patient=True)
         if not all(outcome.ok for outcome in outcomes[1:]):
             raise RanksFailed(outcomes)
         assert outcomes[0].ended == "signal SIGKILL"
         assert [outcome.value for outcome in outcomes[1:]] == [[(0, 3), (3, 2)]] * 2
+        assert "step-000003" in os.listdir(folder)
 
 
 @on_every_rank(exactly=2)
@@ -335,11 +404,6 @@ def test_what_cannot_go_on_in_place_says_so(rank, world_size):
             next(sw.steps(checkpoints, 2))
     model, optimizer, _ = prepare(0)
     with sw.Checkpointer(shared_folder(rank), model, optimizer) as checkpoints:
-        group = checkpoints._peers.group
-        here, group.host_of = group.host_of, [0, 1]
-        with pytest.raises(ValueError, match="with ranks on several hosts: restart"):
-            next(sw.steps(checkpoints, 2))
-        group.host_of = here
         with pytest.raises(ValueError, match=r"wait_s must be in \(0, 1e9\] seconds, got nan"):
             next(sw.steps(checkpoints, 2, wait_s=float("nan")))
         with pytest.raises(ValueError, match="min_ranks must be"):

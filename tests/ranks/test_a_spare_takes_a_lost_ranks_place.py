@@ -80,7 +80,10 @@ def spared(
     torch.manual_seed(1 + dist.get_rank())
     data = Position() if has_data else None
     checkpoints = sw.Checkpointer(folder, model, optimizer, memory_every=memory_every, dataloader=data)
-    assert checkpoints.restore() == 0
+    assert checkpoints.restore() == 0 and checkpoints.latest is None
+    if is_spare:
+        with pytest.raises(sw.CheckpointError, match="a spare opens its Checkpointer in sw.steps"):
+            checkpoints.wait()
     seen = []
     try:
         for step in sw.steps(checkpoints, stop, **options):

@@ -4,6 +4,7 @@ neither file descriptors, threads nor mappings grow. The next start, with ranks 
 
 SW_TEST_SEED repeats the faults of a run, which its failure names; SW_TEST_FAULTS is their number."""
 
+import contextlib
 import ctypes
 import os
 import random
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from harness import LONG, RanksFailed
 from internals import DirectoryLock, regroup
-from oracle.fold import fold
+from oracle.hosts import fold_over_hosts
 from peer import PEER, sw
 from test_a_lost_rank_is_survived_in_place import STAGES, digest, held
 
@@ -30,6 +31,8 @@ WITHIN_S = 0.06
 #: seconds from a fault to one that shall hit the recovery
 RECOVERY_S = 0.3
 SILENT_S, WAIT_S = 1.5, 3.0
+#: where each rank begins: on one host, or on two
+ONE, TWO = (0, 0, 0, 0), (0, 0, 1, 1)
 #: file descriptors, threads and mappings that a moment may have more: a save or a copy may be under way
 MORE = 2, 4, 12
 
@@ -52,14 +55,14 @@ def mappings():
         return sum(1 for _ in file)
 
 
-def train(rank, world_size, folder, notes, stage, stop, silent_s):
+def train(rank, world_size, folder, notes, stage, stop, silent_s, replicas=None, wait_s=WAIT_S):
     """Train to `stop` in place, and note when which step begins. Return (first step, digests, what is held after each recovery)."""
     module, optimizer = built()
     model, optimizer = sw.wrap(module, optimizer, timeout_s=20, silent_s=silent_s, bucket_cap_mb=0.005, **STAGES[stage])
-    checkpoints = sw.Checkpointer(folder, model, optimizer, memory_every=1, keep_last=2)
+    checkpoints = sw.Checkpointer(folder, model, optimizer, memory_every=1, memory_replicas=replicas, keep_last=2)
     noted = os.open(f"{notes}/{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
     sizes, holds, first = [], [], None
-    for step in sw.steps(checkpoints, stop, wait_s=WAIT_S):
+    for step in sw.steps(checkpoints, stop, wait_s=wait_s):
         with step:
             os.write(noted, b"%d %d %d\n" % (time.monotonic_ns(), step, dist.get_world_size()))
             first = int(step) if first is None else first
@@ -68,7 +71,7 @@ def train(rank, world_size, folder, notes, stage, stop, silent_s):
             optimizer.zero_grad()
             checkpoints.save(step, every=TO_DISK)
             if sizes and dist.get_world_size() != sizes[-1]:
-                holds.append((*held()[:2], mappings()))
+                holds.append((os.environ.get("LOCAL_RANK") == "0", *held()[:2], mappings()))
             sizes.append(dist.get_world_size())
     os.close(noted)
     found = first, digest(model, optimizer), holds
@@ -77,19 +80,19 @@ def train(rank, world_size, folder, notes, stage, stop, silent_s):
 
 
 class Replay:
-    """The same training in one process: gradients are folded over the ranks that a step had."""
+    """The same training in one process: gradients are folded over the ranks that a step had, and over their hosts."""
 
     def __init__(self):
         self.module, self.optimizer = built()
 
-    def step(self, step, size):
-        every = []
-        for rank in range(size):
+    def step(self, step, hosts):
+        every, numbers = [], [sorted(set(hosts)).index(each) for each in hosts]
+        for rank in range(len(hosts)):
             self.optimizer.zero_grad()
             loss_of(self.module, step, rank).backward()
             every.append([each.grad.clone() for each in self.module.parameters()])
         for parameter, grads in zip(self.module.parameters(), zip(*every)):
-            parameter.grad = fold(grads, "mean")
+            parameter.grad = fold_over_hosts(grads, numbers, "mean")
         self.optimizer.step()
 
     def digest(self):
@@ -102,11 +105,12 @@ class Replay:
 
 
 def read_notes(notes):
-    """Return (time, step, number of ranks) of all ranks, in order of time."""
+    """Return (time, step, number of ranks, first number of the rank) of all ranks, in order of time."""
     lines = []
     for name in os.listdir(notes):
         with open(f"{notes}/{name}") as file:
-            lines += [tuple(map(int, line.split())) for line in file.read().splitlines() if line.count(" ") == 2]
+            found = [tuple(map(int, line.split())) for line in file.read().splitlines() if line.count(" ") == 2]
+        lines += [(*each, int(name)) for each in found]
     return sorted(lines)
 
 
@@ -135,7 +139,7 @@ def inject(team, notes, begin, faults):
     hit = {}
     for step, seconds, kind, ranks in faults:
         deadline = time.monotonic() + 60
-        while step is not None and not any(found >= begin + step for _, found, _ in read_notes(notes)[-WORLD:]):
+        while step is not None and not any(found >= begin + step for _, found, *_ in read_notes(notes)[-WORLD:]):
             assert time.monotonic() < deadline, f"step {begin + step} does not come"
             if is_over(team, hit):
                 break
@@ -147,12 +151,12 @@ def inject(team, notes, begin, faults):
     return hit
 
 
-def one_start(fresh_ranks, folder, begin, stage, faults, replay):
+def one_start(ranks, host_of, folder, begin, stage, faults, replay, **options):
     """Run STEPS steps under `faults`. Return the number of living ranks that were left out as too slow."""
     is_stopping = any(kind == signal.SIGSTOP for _, _, kind, _ in faults)
     arguments = {"stage": stage, "stop": begin + STEPS, "silent_s": SILENT_S if is_stopping else None}
-    with tempfile.TemporaryDirectory() as notes, fresh_ranks(WORLD) as team:
-        team.start(train, folder=folder, notes=notes, **arguments)
+    with tempfile.TemporaryDirectory() as notes, ranks() as team:
+        team.start(train, folder=folder, notes=notes, **arguments, **options)
         hit = inject(team, notes, begin, faults)
         outcomes = team.wait(90, ignore=[rank for rank in hit if hit[rank] == signal.SIGSTOP], patient=True)
         rest = [each for each in outcomes if each.rank not in hit]
@@ -160,16 +164,20 @@ def one_start(fresh_ranks, folder, begin, stage, faults, replay):
         left_out = [each for each in rest if is_stopping and (each.ended or "too late to go on" in (each.error or ""))]
         if not ended or len(ended) < len(rest) - len(left_out):
             raise RanksFailed(outcomes)
-        sizes = {step: size for _, step, size in read_notes(notes)}
+        begun = read_notes(notes)
+        sizes = {step: size for _, step, size, _ in begun}
     assert sorted(sizes) == [*range(begin, begin + STEPS)]
     for step in sorted(sizes):
-        replay.step(step, sizes[step])
+        members = {rank for _, *which, rank in begun if which == [step, sizes[step]]}
+        replay.step(step, [host_of[rank] for rank in sorted(members)])
     expected = replay.digest()
     for outcome in ended:
         first, found, holds = outcome.value
         assert first == begin and found == expected, f"rank {outcome.rank} began at {first}, {sizes}"
-        for of_one, more in zip(zip(*holds), MORE):
-            assert max(of_one) <= of_one[0] + more, f"rank {outcome.rank} holds more and more: {holds}"
+        for is_carrier in (False, True):  # which is connected to other hosts
+            alike = [numbers for role, *numbers in holds if role == is_carrier]
+            for of_one, more in zip(zip(*alike), MORE):
+                assert max(of_one) <= of_one[0] + more, f"rank {outcome.rank} holds more and more: {holds}"
     return len(left_out)
 
 
@@ -193,21 +201,21 @@ def one_thread():
     torch.set_num_threads(usual)
 
 
-@pytest.mark.timeout(7200)
-@pytest.mark.usefixtures("one_thread")
-def test_ranks_go_on_after_faults_at_random_moments(fresh_ranks, capsys):
+def run(ranks, host_of, capsys, count, kinds, **options):
+    """Go through `count` random faults of these kinds, in as many starts as that takes."""
     seed = int(os.environ.get("SW_TEST_SEED", time.time()))
     chance, replay = random.Random(seed), Replay()
     began, done, starts, left_out = time.monotonic(), 0, 0, 0
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        while done < FAULTS:
-            stage, faults = chance.choice([*STAGES]), drawn(chance, FAULTS - done)
+        while done < count:
+            stage, faults = chance.choice([*STAGES]), drawn(chance, count - done)
+            faults = [(*when, kind if kind in kinds else kinds[0], which) for *when, kind, which in faults]
             try:
-                left_out += one_start(fresh_ranks, folder, starts * STEPS, stage, faults, replay)
+                left_out += one_start(ranks, host_of, folder, starts * STEPS, stage, faults, replay, **options)
                 look_at(folder, (starts + 1) * STEPS)
             except BaseException as error:
                 raise AssertionError(f"SW_TEST_SEED={seed}, start {starts}, zero={stage}, {faults}") from error
-            done, starts = done + sum(len(ranks) for *_, ranks in faults), starts + 1
+            done, starts = done + sum(len(which) for *_, which in faults), starts + 1
             if LONG and starts % 10 == 0:
                 with capsys.disabled():
                     seconds = time.monotonic() - began
@@ -216,6 +224,25 @@ def test_ranks_go_on_after_faults_at_random_moments(fresh_ranks, capsys):
                         end="",
                         flush=True,
                     )
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.usefixtures("one_thread")
+def test_ranks_go_on_after_faults_at_random_moments(fresh_ranks, capsys):
+    run(lambda: fresh_ranks(WORLD), ONE, capsys, FAULTS, [signal.SIGKILL, signal.SIGSTOP])
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.usefixtures("one_thread")
+def test_ranks_of_two_hosts_go_on_after_kills_at_random_moments(hosts, capsys):
+    """A stopped rank without another one on its host cannot be ended, so none is stopped."""
+
+    @contextlib.contextmanager
+    def ranks():
+        with hosts(2, 2) as on:
+            yield on.team
+
+    run(ranks, TWO, capsys, FAULTS if LONG else 3, [signal.SIGKILL], replicas=1, wait_s=2 * WAIT_S)
 
 
 def in_a_child(body):

@@ -139,6 +139,8 @@ class Checkpointer:
     10
     """
 
+    _is_back = False  # True once ranks were lost
+
     @offers_names
     @on_every_rank("sw.Checkpointer()")
     def __init__(
@@ -232,6 +234,12 @@ class Checkpointer:
         self._local: LocalTier | None = None
         self._memory_every = memory_every
         self._newest = -1  # the step that was last copied into memory, or whose save last began
+        self._begun = -1  # the step whose save last began
+        self._stop = StopRequest(self._peers.rank, 1)
+        self._owed: tuple[int, float | None] = (
+            -1,
+            None,
+        )  # the last step that was due, and its metric, until it is durable
         if is_waiting():  # a spare opens nothing until it has a rank's place: see _come_back()
             self._closed = True
             return
@@ -246,6 +254,8 @@ class Checkpointer:
                 timeout_s=timeout_s, max_file_bytes=max_file_bytes, inventory=functools.partial(inventory_of, self._training),
             )  # fmt: skip
             if memory_every is not None and not is_read_only:
+                if self._is_back and memory_replicas:  # on the hosts that are left
+                    memory_replicas = min(memory_replicas, self._peers.host_count - 1)
                 self._memory = MemoryTier(
                     self._peers, self.directory, nonce, memory_replicas, threads=threads, timeout_s=timeout_s
                 )
@@ -265,7 +275,7 @@ class Checkpointer:
         engine = None if isinstance(self._training.model, Modules) else engine_of(model)
         pairs = ((module, t.optimizer) for t in self._training.parts for module in parts_of(t.model).values())
         self._check = SaveCheck(pairs)
-        self._stop, self._signals = StopRequest(self._peers.rank, 1), None
+        self._signals = None
         if self._save_on:
             of_engine = engine.replica.stop_request() if engine is not None and engine.made else None
             self._exchanges_stop = of_engine is None  # save() itself exchanges the request
@@ -371,6 +381,8 @@ class Checkpointer:
             self._agree_on_first(every, every_s, refusal)
         if refusal is not None and (every != 1 or every_s is not None):
             raise refusal  # without a step it cannot know if its peers save
+        if refusal is None and every_s is None and (step + 1) % every == 0:
+            self._owed = step + 1, float(metric) if metric is not None and _is_finite(metric) else None
         if self._memory is not None and refusal is None and (step + 1) % (self._memory_every or 1) == 0:
             self._keep(step + 1, self._memory)
         if refusal is None and ((step + 1) % every if every_s is None else not self._interval.is_due(every_s)):
@@ -394,7 +406,7 @@ class Checkpointer:
         metric = None if metric is None else float(metric)
         self._writer.begin(target, step + 1, self._training, lazy=self._lazy, metric=metric, local=local)
         self._interval.restart()
-        self._newest = step + 1
+        self._newest = self._begun = step + 1
         return True
 
     def _keep(self, step: int, memory: MemoryTier) -> None:
@@ -464,7 +476,13 @@ class Checkpointer:
         self._check_open()
         if self._local is not None:
             self._local.wait()
+        begun, self._begun = self._begun, -1  # also if it fails: its outcome is told once
         self._writer.wait(lambda: self._stop.is_asked)
+        self._note_durable(begun)
+
+    def _note_durable(self, begun: int) -> None:
+        if self._owed[0] == begun:
+            self._owed = -1, None
 
     @property
     def progress(self) -> dict[str, int]:
@@ -616,6 +634,8 @@ class Checkpointer:
     @on_every_rank("Checkpointer.steps()")
     def steps(self) -> list[int]:
         """Return the completed steps of the durable checkpoints in the directory, oldest first. Reads names only. Collective."""
+        if is_waiting():  # as restore(): a spare has opened nothing
+            return []
         with self._call.of("steps()"):
             self._check_open()
             return [step for step, _ in self._place.list()]
@@ -629,7 +649,11 @@ class Checkpointer:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise CheckpointError("this Checkpointer was closed: make a new one")
+            is_spare = is_waiting()
+            raise CheckpointError(
+                "a spare opens its Checkpointer in sw.steps or sw.survive, and not before" if is_spare
+                else "this Checkpointer was closed: make a new one"
+            )  # fmt: skip
 
     def close(self) -> None:
         """Wait for the running save and release the directory. Idempotent. Raises the errors of wait()."""
@@ -661,11 +685,16 @@ class Checkpointer:
             return
         with failures_logged():
             self._close(functools.partial(self._writer.wait_alone, lambda: True))
+            self._note_durable(self._begun)
 
     def _come_back(self) -> None:
         """Open again after _leave(), as it was made, over the ranks of the model at this time. Collective."""
+        self._is_back = True
+        owed, is_asked = self._owed, self._stop.is_asked or self._stop.is_agreed
         try:
             self.__init__(**self._given)  # type: ignore[misc]
+            self._owed = owed
+            self._stop.is_asked |= is_asked
         except BaseException:
             self._closed = True
             self._held.close()
@@ -677,6 +706,13 @@ class Checkpointer:
             for candidate in tier.candidates()[-1:]:
                 tier.took(candidate)
         self._warm()
+
+    def _save_again(self, step: int) -> None:
+        """Save `step`, which all have, if a save of it was due and the loss of a rank broke it. Collective."""
+        due, metric = max(self._peers.exchange(self._owed, "saves that were broken"), key=lambda each: each[0])
+        if due == step:
+            self._save(step - 1, 1, metric)
+            self._every = None  # the next save() gives it
 
     def __enter__(self) -> Checkpointer:
         return self

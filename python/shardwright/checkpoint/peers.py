@@ -231,6 +231,15 @@ class Peers:
         """Return a rank of this host whose process has ended; None if none is known."""
         return None if self.world_size == 1 else self.group.comm.dead_rank
 
+    @property
+    def silent_s(self) -> float:
+        """Return the seconds after which a stopped rank counts as lost; 0: never."""
+        return float(self.group.comm.silent_s)
+
+    def stopped(self, ranks: Sequence[int]) -> int | None:
+        """Return one of these ranks of this host whose process is stopped; None if none is."""
+        return next((each for each in ranks if self.group.comm.peer(each).endswith("(stopped)")), None)
+
     def wait(self) -> Wait:
         """Return a wait that logs as the communicator's waits do."""
         return Wait(self.group.comm.warn_after_s)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from .._engine import Error
+from .._engine import CommTimeoutError, Error
 from ..comm import spares as waiting
 from ..comm.failures import reports_peer
 from ..comm.process_group import abort_all
@@ -85,8 +85,8 @@ def steps(
     min_ranks : int
         With fewer living ranks the job ends with an Error.
     wait_s : float
-        Seconds in (0, 1e9] after which a living rank that has not come is left out, and killed. Longer than the longest pause
-        of one rank.
+        Seconds in (0, 1e9] after which a living rank that has not come is left out, and killed on this host. Longer than the longest
+        pause of one rank. So long the others wait for a lost host.
     spares : int
         For so many lost ranks the others wait, up to `wait_s`, until a spare takes the place: the number of ranks, and with it the
         bits, stay. A spare that waits already is taken in any case. Needs `shardwright rank`, which starts spares and restarts ranks.
@@ -102,12 +102,12 @@ def steps(
     Error
         Fewer than `min_ranks` ranks are left, no step is whole, or this rank came too late.
     ValueError
-        A number out of range, or a module that cannot change its ranks: on a GPU, over several hosts, over a mesh or process
-        group of its own, with groups= or offload=, or of fully_shard.
+        A number out of range, or a module that cannot change its ranks: on a GPU, over a mesh or process group of its own, with
+        groups= or offload=, or of fully_shard.
 
     Notes
     -----
-    Collective. torch's default group is made anew: dist.get_rank() and dist.get_world_size() change, and groups that the program
+    Collective. Returns once the last save is durable. torch's default group is made anew: dist.get_rank() and dist.get_world_size() change, and groups that the program
     made itself have ended. The body reads them, and sw.elastic.batches(), anew in each step. State that `checkpointer` does not
     hold, such as an iterator over data, is not taken back.
 
@@ -224,8 +224,6 @@ class _Job:
             why = "stages of a pipeline, and wrappers of torch's own"
         if peers.world_size > 1 and peers.group.torch_group is not dist.group.WORLD:
             why = "a process group of its own"
-        if peers.group.host_count > 1:
-            why = why or "ranks on several hosts"
         for engine in engines_of(training.model):
             options, replicas = engine.options, engine.replicas
             names = ("groups", "offload", "device_mesh", "process_group")
@@ -241,16 +239,16 @@ class _Job:
         return why
 
     def is_lost(self, error: BaseException) -> bool:
-        """Return True for an error of a lost rank: one that reports it, or any while some rank's process has ended."""
+        """Return True for an error of a lost rank: one that reports it, a wait that was too long, or any while one has ended."""
         if self._ranks.is_over or not isinstance(error, Exception):
             return False
         if not self._tries:
-            return bool(self._ranks.dead())
+            return self._ranks.has_lost()
         until = time.monotonic() + (_SEEN_S if isinstance(error, RuntimeError) else 0.0)
-        is_lost = reports_peer(error, self._ranks.own) or bool(self._ranks.dead())
+        is_lost = isinstance(error, CommTimeoutError) or reports_peer(error, self._ranks.own) or self._ranks.has_lost()
         while not is_lost and time.monotonic() < until:  # torch's own error may come before the process has ended
             time.sleep(_SEEN_S / 20)
-            is_lost = bool(self._ranks.dead())
+            is_lost = self._ranks.has_lost()
         return is_lost
 
     def grows(self, number: int) -> bool:
@@ -295,6 +293,8 @@ class _Job:
 
     def _finish(self, ended: int) -> int:
         try:
+            if not self._checkpointer._closed:  # a rank that is lost in the last save is survived, too
+                self._checkpointer._wait()
             self._checkpointer._peers.exchange("", "the end of the last step")
         except Exception as error:
             if not self.is_lost(error):
@@ -355,13 +355,14 @@ class _Job:
         checkpointer = self._checkpointer
         checkpointer._come_back()
         checkpointer._observers.append(self.live)
-        newest = self.live.take(checkpointer._peers, serves_new=not self._keeps())
-        if newest is not None:
+        number = self.live.take(checkpointer._peers, serves_new=not self._keeps())
+        if number is not None:
             checkpointer._go_on_from_live()
-            return newest
-        number, memory = checkpointer.restore(), checkpointer._memory
-        if not number and (memory is None or not memory.has_step):
-            raise Error("no step is whole in memory or on disk, so the ranks that are left cannot go on")
+        else:
+            number, memory = checkpointer.restore(), checkpointer._memory
+            if not number and (memory is None or not memory.has_step):
+                raise Error("no step is whole in memory or on disk, so the ranks that are left cannot go on")
+        checkpointer._save_again(number)
         return number
 
     def _keeps(self) -> bool:

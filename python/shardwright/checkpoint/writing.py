@@ -250,6 +250,7 @@ class Writer:
         """Wait as wait() does, without communication. `is_hurried`: a launcher is ending this rank: wait less for lost peers."""
         lost_at: float | None = None
         wait: Wait | None = None
+        stopped_s = 0.0
         while not self._saver.wait(_POLL_S):
             if lost_at is None and not self._peers.is_alive:
                 lost_at = time.monotonic()
@@ -261,6 +262,15 @@ class Writer:
                 wait = wait or self._peers.wait()
                 wait.look(functools.partial(self._waits_for, unwritten))
                 account_slept(_POLL_S, self._peers.global_ranks[unwritten[0] if unwritten else 0])
+            stopped = self._peers.stopped(unwritten or [0]) if self._peers.silent_s else None
+            stopped_s = 0.0 if stopped is None else stopped_s + _POLL_S
+            if (
+                stopped is not None and stopped_s >= self._peers.silent_s
+            ):  # the save goes on: that rank may yet commit it
+                raise CheckpointError(
+                    f"{PEER_LOST} while the checkpoint was written: rank {stopped} has been stopped for {stopped_s:.1f} s "
+                    f"(silent_s={self._peers.silent_s:g})"
+                )
         self._held = None
 
     def _grace_s(self, is_hurried: Callable[[], bool]) -> float:

@@ -81,13 +81,18 @@ def own_file() -> Path | None:
     return _file
 
 
-def is_running(pid: int, start_ticks: int) -> bool:
-    """Return True if the process that started at these ticks (/proc/PID/stat) still runs; a zombie does not."""
+def state_of(pid: int, start_ticks: int) -> str:
+    """Return the letter for the state of the process that started at these ticks (/proc/PID/stat), such as T; "" if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
-        return False
-    return int(fields[19]) == start_ticks and fields[0] not in "ZX"
+        return ""
+    return fields[0] if int(fields[19]) == start_ticks and fields[0] not in "ZX" else ""
+
+
+def is_running(pid: int, start_ticks: int) -> bool:
+    """Return True if the process that started at these ticks still runs; a zombie does not."""
+    return state_of(pid, start_ticks) != ""
 
 
 def own_folder(path: Path) -> None:

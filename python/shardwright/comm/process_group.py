@@ -49,6 +49,8 @@ _CONNECT_S = 0.1
 _ATTEMPT_S = 5.0
 #: For tests: the host of each rank, used for every group instead of the detected one.
 _forced_hosts: Sequence[int] | None = None
+#: the longest wait for a rank of a group to come, once ranks go on in place; None: that of a start
+_coming_s: float | None = None
 
 
 class HostGroup:
@@ -162,6 +164,7 @@ class HostGroup:
             *(self.rank, self.world_size, line.host, timeout_s),
             assembly=assembly_of(group),
             warn_after_s=self._warn_start_s,
+            coming_s=_coming_s,
         )
         return meeting.meet(line, _forced_hosts), meeting
 
@@ -207,7 +210,10 @@ class HostGroup:
         """Return a wire between the carriers. Collective over them; the timeout bounds the rendezvous."""
         others, carriers = wire.sockets(), self.carriers
         store = dist.PrefixStore(f"{self._store_name}/{name}", default_store())
-        timeout, connects_late = timedelta(seconds=min(timeout_s, 1e6)), self.host_count > wire.EAGER_HOSTS
+        timeout, connects_late = (
+            timedelta(seconds=min(timeout_s, (_coming_s or 2e6) / 2)),
+            self.host_count > wire.EAGER_HOSTS,
+        )
         # torch's new_group() needs every rank
         gloo = make_gloo(store, carriers.index(self.rank), len(carriers), timeout, connects_late)
         return wire.Wire(gloo, carriers, secret, others, lambda: _exits)
@@ -286,8 +292,13 @@ def abort_all(reason: str) -> None:
             group.comm.abort(reason)
 
 
-def begin_anew() -> None:
-    """Close every communicator, and count meetings from the first one: the next default group has a store of its own."""
+def begin_anew(coming_s: float | None = None) -> None:
+    """Close every communicator, and count meetings from the first one: the next default group has a store of its own.
+
+    `coming_s`: that wait in all groups from now on.
+    """
+    global _coming_s
+    _coming_s = coming_s
     for group in live_groups():
         group.close()
     _groups.clear()

@@ -15,6 +15,7 @@ import secrets
 import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -25,12 +26,12 @@ import torch.distributed as dist
 from .._engine import Error
 from ..torch_compat.internals import default_store, end_groups, set_group_timeout
 from . import process_group
-from .account import is_running
+from .account import is_running, state_of
 from .rendezvous import comm_error
 from .waits import Wait
 
-#: pause between two looks into the folder: the first and the longest
-_LOOK_S = (0.001, 0.05)
+#: pause between two looks into the folder: the first, the longest, and the longest of ranks on several hosts
+_LOOK_S, _FAR_LOOK_S = (0.001, 0.05), 0.25
 #: deadline of torch's Gloo while the ranks connect; then the group gets the deadline of the one before
 _CONNECT_S = 20.0
 #: a killed process ends within it, unless the kernel keeps one of its threads
@@ -67,14 +68,17 @@ def move(
     spares: Sequence[str] = (),
     full: int = 0,
     awaited: int = 0,
+    untold: Collection[int | str] = (),
 ) -> Move:
     """Return the next move of member `own` of `count` in one attempt, from what was `said` in it and which members are `dead`.
 
     `is_late`: this rank no longer waits for living members that have not come, or not said that they are ready. `spares`: names of
     living spares that wait; such a name is the `own` of a spare. The group grows up to `full` ranks. For `awaited` lost ranks the
-    others wait until a spare is there. Words, each said once:
+    others wait until a spare is there. `untold`: members on this rank's host that have ended, if there are other hosts, which cannot
+    see it. Words, each said once:
 
     here/R      member R takes part
+    gone/R      member R has ended, as a rank of its host says
     members     those that go on, in the order of their new numbers; a spare by its name; [] if fewer than `least` are left
     ready/R     member R, or spare R, has read that it is one of them
     outcome     True: all of them were ready and alive; False: one died or stopped, and the rest tries again without it
@@ -82,6 +86,10 @@ def move(
     is_spare = isinstance(own, str)
     if not is_spare and f"here/{own}" not in said:
         return Move((f"here/{own}", True))
+    for each in untold:
+        if f"gone/{each}" not in said:
+            return Move((f"gone/{each}", True))
+    dead = {*dead, *(each for each in range(count) if f"gone/{each}" in said)}
     if "members" not in said:
         if is_spare:  # it has no word before; once no rank is left to choose it, it ends
             return Move(goes_on=False) if all(each in dead for each in range(count)) else Move()
@@ -116,10 +124,13 @@ def own_member() -> Member:
 
 
 class Board:
-    """The words of one attempt: files in a folder, each linked once. No lock is held, so a stopped rank holds up no other."""
+    """The words of one attempt: files in a folder, each linked once. No lock is held, so a stopped rank holds up no other.
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
+    `is_far`: other hosts speak, too. A network file system's client then shows an old list of files until it changes the folder.
+    """
+
+    def __init__(self, folder: str, is_far: bool = False) -> None:
+        self._folder, self._is_far = folder, is_far
         self._said: dict[str, Any] = {}
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
@@ -136,6 +147,10 @@ class Board:
 
     def said(self) -> dict[str, Any]:
         """Return all words so far."""
+        if self._is_far:
+            hidden = os.path.join(self._folder, f".{secrets.token_hex(8)}")
+            open(hidden, "w").close()
+            os.unlink(hidden)
         for name in os.listdir(self._folder):
             key = name.replace("-", "/")
             if "." not in name and key not in self._said:
@@ -175,9 +190,19 @@ class Regroup:
             if own < 0:
                 self._waiting.say(self._name, self._process)
 
+    @property
+    def _has_hosts(self) -> bool:
+        """Return True if members are on several hosts. There are no spares then."""
+        return any(each.place != self.members[0].place for each in self.members)
+
+    def _board(self, attempt: int) -> Board:
+        return Board(os.path.join(self._folder, str(attempt)), self._has_hosts)
+
     def _candidates(self) -> dict[int | str, Member]:
         """Return the members, and the spares of this host that have never been chosen."""
         candidates: dict[int | str, Member] = dict(enumerate(self.members))
+        if self._has_hosts:
+            return candidates
         for name, each in sorted(self._waiting.said().items()):
             if name not in self._chosen and Member(*each).place == self._process.place:
                 candidates[name] = Member(*each)
@@ -195,12 +220,17 @@ class Regroup:
         """Return the members whose processes have ended, as far as this host sees them."""
         return self._ended(dict(enumerate(self.members)))
 
+    def has_lost(self) -> bool:
+        """Return True if a member has ended, or ranks of another host, which see more, have begun the next attempt."""
+        with self._in_folder():
+            return bool(self.dead()) or (self._has_hosts and bool(self._board(self.attempt + 1).said()))
+
     def grows(self, step: int) -> bool:
         """Return True, on all ranks before the same step, if a place is free and a spare waits. Else it costs a look, or nothing.
 
         Rank 0 says it a step ahead: each step is a round of all ranks, so they have read it before the next one.
         """
-        if len(self.members) == self.full:
+        if len(self.members) == self.full or self._has_hosts:
             return False
         with self._in_folder():
             board = Board(os.path.join(self._folder, str(self.attempt + 1)))
@@ -233,7 +263,7 @@ class Regroup:
     def _meet(self) -> bool:
         """Meet in the next attempt. Return False if a member died in it, or this spare was not chosen."""
         self.attempt += 1
-        board = Board(os.path.join(self._folder, str(self.attempt)))
+        board, longest_s = self._board(self.attempt), _FAR_LOOK_S if self._has_hosts else _LOOK_S[1]
         wait, pause_s, has_chosen = Wait(None), _LOOK_S[0], False
         while True:
             said, candidates = board.said(), self._candidates()
@@ -243,7 +273,7 @@ class Regroup:
                 has_chosen, wait = True, Wait(None)  # from here on they have as long again to be ready
             dead = self._ended(candidates)
             spares = [each for each in candidates if isinstance(each, str) and each not in dead]
-            sizes = spares, self.full, self._awaited
+            sizes = spares, self.full, self._awaited, sorted(dead) if self._has_hosts else ()
             own = self._name if self.own < 0 else self.own
             found = move(own, len(self.members), self._least, said, dead, wait.waited_s > self._wait_s, *sizes)
             if found.says is not None:
@@ -254,15 +284,17 @@ class Regroup:
                     raise self._end(
                         f"all {len(self.members)} ranks have ended while a spare, process {self._process.pid}, waited for the place of one"
                     )
-                return self._follow(said["members"], candidates, found.goes_on)
+                left = sum(f"here/{each}" in said and each not in dead for each in range(len(self.members)))
+                return self._follow(said["members"], candidates, found.goes_on, left)
             time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, _LOOK_S[1])
+            pause_s = min(1.5 * pause_s, longest_s)
 
-    def _follow(self, chosen: list[int | str], candidates: Mapping[int | str, Member], goes_on: bool) -> bool:
+    def _follow(
+        self, chosen: list[int | str], candidates: Mapping[int | str, Member], goes_on: bool, left: int
+    ) -> bool:
         """Take the chosen ones for the members, and end those of this host that are left out and live."""
         is_member = self.own >= 0
         if not chosen:
-            left = len(self.members) - len(self.dead())
             raise self._end(
                 f"{left} of {len(self.members)} ranks are left, and min_ranks={self._least}: this job cannot go on in place"
             )
@@ -282,30 +314,59 @@ class Regroup:
 
     def finish(self) -> None:
         """Tell a rank that hears of a loss from now on that all had ended their last step."""
-        Board(os.path.join(self._folder, str(self.attempt + 1))).say("done", True)
+        self._board(self.attempt + 1).say("done", True)
 
     def make_group(self) -> None:
         """Replace torch's default group by one of the members, or raise CommError if that is impossible. Collective."""
-        leave()
+        leave(self._wait_s)
         folder, size = os.path.join(self._folder, str(self.attempt)), len(self.members)
-        board, short = Board(folder), timedelta(seconds=min(_CONNECT_S, self._timeout.total_seconds()))
+        board, short = self._board(self.attempt), timedelta(seconds=min(_CONNECT_S, self._timeout.total_seconds()))
         board.say(f"came/{self.own}", True)
         try:  # else Gloo would wait for a member that has died since they met
             self._await(board, [f"came/{each}" for each in range(size)])
-            store = dist.FileStore(os.path.join(folder, "torch.store"), -1)
-            dist.init_process_group(self._backend, store=store, rank=self.own, world_size=size, timeout=short)
+            store = _file_store(os.path.join(folder, "torch.store"), self.own)
+            with self._ending_the_stopped():
+                dist.init_process_group(self._backend, store=store, rank=self.own, world_size=size, timeout=short)
         except (RuntimeError, OSError) as error:
             raise comm_error(f"joining in place: torch's group cannot be made: {error}") from error
         default_store().set_timeout(self._timeout)
         set_group_timeout(dist.group.WORLD, self._timeout)
-        own = {"RANK": self.own, "LOCAL_RANK": self.own, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}  # of one host
+        here = self._here()
+        own = {"RANK": self.own, "WORLD_SIZE": size, "LOCAL_RANK": here.index(self.own), "LOCAL_WORLD_SIZE": len(here)}
         os.environ |= {name: str(value) for name, value in own.items() if name in os.environ}
+
+    @contextlib.contextmanager
+    def _ending_the_stopped(self) -> Iterator[None]:
+        """End each member of this host that is stopped for `wait_s`: it may hold the lock of torch's store, which has no deadline."""
+        is_over, stopped_s = threading.Event(), dict.fromkeys(self._here(), 0.0)
+
+        def watch() -> None:
+            while not is_over.wait(_LOOK_S[1]):
+                for each in stopped_s:
+                    member = self.members[each]
+                    stopped_s[each] = stopped_s[each] + _LOOK_S[1] if state_of(member.pid, member.start) == "T" else 0.0
+                    if stopped_s[each] > self._wait_s:
+                        _kill(member)
+
+        thread = threading.Thread(target=watch, name="sw-regroup", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def _here(self) -> list[int]:
+        """Return the members of this host."""
+        return [number for number, each in enumerate(self.members) if each.place == self._process.place]
 
     def _await(self, board: Board, words: Sequence[str]) -> None:
         """Return once each member has said its word. RuntimeError if one has died, or stays away for wait_s."""
         wait, pause_s = Wait(None), _LOOK_S[0]
         while absent := [number for number, word in enumerate(words) if word not in board.said()]:
-            if dead := self.dead():
+            for each in self.dead() if self._has_hosts else ():
+                board.say(f"lost/{each}", True)
+            if dead := self.dead() | {each for each in range(len(words)) if f"lost/{each}" in board.said()}:
                 raise RuntimeError(f"rank {min(dead)} died")
             if wait.waited_s > self._wait_s:
                 raise RuntimeError(f"rank {absent[0]} has not come within {self._wait_s:g} s")
@@ -313,9 +374,23 @@ class Regroup:
             pause_s = min(1.5 * pause_s, _LOOK_S[1])
 
 
-def leave() -> None:
+def _file_store(path: str, own: int) -> dist.FileStore:
+    """Return torch's store in a file, which it opens by name in each call.
+
+    Its constructor holds Python's lock while it waits for the file's, with which another rank may have stopped: it gets a file alone.
+    """
+    alone = f"{path}.{own}"
+    store = dist.FileStore(alone, -1)
+    with contextlib.suppress(FileExistsError):
+        os.link(alone, path)
+    os.symlink(os.path.basename(path), f"{alone}.new")
+    os.replace(f"{alone}.new", alone)
+    return store
+
+
+def leave(coming_s: float | None = None) -> None:
     """End every communicator of this process and torch's groups, without a word to ranks that may be dead."""
-    process_group.begin_anew()
+    process_group.begin_anew(coming_s)
     end_groups()
 
 

@@ -72,7 +72,7 @@ class Meeting(NamedTuple):
 class Rendezvous:
     """One rendezvous of a group's ranks, through a store for it alone; in `assembly` all meet first, and a dead one ends it.
 
-    `timeout_s` bounds each wait once all ranks have come; until then torch's default, if that is later.
+    `timeout_s` bounds each wait once all ranks have come; until then `coming_s`, else torch's default, if that is later.
     """
 
     def __init__(
@@ -85,7 +85,9 @@ class Rendezvous:
         assembly: Assembly | None = None,
         warn_after_s: float | None = START_S,
         log: Callable[[str], None] = log,
+        coming_s: float | None = None,
     ) -> None:
+        self._coming_s = max(timeout_s, _COMING_S) if coming_s is None else coming_s
         self._store = _Caller(store, rank, timeout_s)
         self._rank, self._world_size, self._host = rank, world_size, host
         self._timeout_s, self._has_met = timeout_s, False
@@ -226,7 +228,7 @@ class Rendezvous:
                 look_s = waited_s + _LOOK_S[1]
                 if asks and (reason := self._reason()) is not None:
                     raise _error_of(reason)
-            deadline_s = self._timeout_s if self._has_met else max(self._timeout_s, _COMING_S)
+            deadline_s = self._timeout_s if self._has_met else self._coming_s
             if waited_s > deadline_s + later_s:
                 text = f"{sentence(waited_s)}; the deadline was {deadline_s:g} s"
                 raise comm_error(text, self._rank, self._host, CommTimeoutError)

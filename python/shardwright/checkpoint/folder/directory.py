@@ -36,7 +36,11 @@ class Directory:
         self._warned: set[str] = set()
         self._known: Known = {}
         self._lock: DirectoryLock | None = None
-        answers = peers.first(self._take, f"Checkpointer for {path}")
+        try:
+            answers = peers.first(self._take, f"Checkpointer for {path}")
+        except BaseException:  # the error holds this object, and with it the lock
+            self.close()
+            raise
         self.nonce, self.read_only = str(answers[0]), str(answers[1])
 
     def _take(self) -> list[str]:
