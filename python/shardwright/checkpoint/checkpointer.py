@@ -236,10 +236,8 @@ class Checkpointer:
         self._newest = -1  # the step that was last copied into memory, or whose save last began
         self._begun = -1  # the step whose save last began
         self._stop = StopRequest(self._peers.rank, 1)
-        self._owed: tuple[int, float | None] = (
-            -1,
-            None,
-        )  # the last step that was due, and its metric, until it is durable
+        #: the last step that was due, and its metric, until it is durable
+        self._owed: tuple[int, float | None] = (-1, None)
         if is_waiting():  # a spare opens nothing until it has a rank's place: see _come_back()
             self._closed = True
             return

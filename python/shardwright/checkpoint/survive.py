@@ -107,9 +107,9 @@ def steps(
 
     Notes
     -----
-    Collective. Returns once the last save is durable. torch's default group is made anew: dist.get_rank() and dist.get_world_size() change, and groups that the program
-    made itself have ended. The body reads them, and sw.elastic.batches(), anew in each step. State that `checkpointer` does not
-    hold, such as an iterator over data, is not taken back.
+    Collective. Returns once the last save is durable. torch's default group is made anew: dist.get_rank() and dist.get_world_size()
+    change, and groups that the program made itself have ended. The body reads them, and sw.elastic.batches(), anew in each step.
+    State that `checkpointer` does not hold, such as an iterator over data, is not taken back.
 
     A spare runs the same program as rank 0 of 1 up to here, and waits. It goes on with the step of the others once it has a rank's
     place, or ends with SystemExit(0) after their last step.

@@ -264,9 +264,8 @@ class Writer:
                 account_slept(_POLL_S, self._peers.global_ranks[unwritten[0] if unwritten else 0])
             stopped = self._peers.stopped(unwritten or [0]) if self._peers.silent_s else None
             stopped_s = 0.0 if stopped is None else stopped_s + _POLL_S
-            if (
-                stopped is not None and stopped_s >= self._peers.silent_s
-            ):  # the save goes on: that rank may yet commit it
+            # the save goes on: that rank may yet commit it
+            if stopped is not None and stopped_s >= self._peers.silent_s:
                 raise CheckpointError(
                     f"{PEER_LOST} while the checkpoint was written: rank {stopped} has been stopped for {stopped_s:.1f} s "
                     f"(silent_s={self._peers.silent_s:g})"
