@@ -92,6 +92,8 @@ def survive(rank, world_size, folder, stage, faults, stop=STOP, **options):
             if told is not None:
                 seconds.append(time.monotonic() - told)
                 told = None
+                while checkpoints.progress["busy"]:  # the save that the loss broke is made again, and has files open
+                    time.sleep(0.001)
                 holds.append(held())
     found = seen, digest(model, optimizer), seconds, holds
     checkpoints.close()
