@@ -3,6 +3,7 @@ shows what the run had, and `shardwright scale` the speed of one and two; bad in
 
 from __future__ import annotations
 
+import functools
 import html.parser
 import json
 import os
@@ -222,10 +223,11 @@ def test_a_signal_that_comes_as_a_command_starts_leaves_none_behind(
             signal.raise_signal(number)
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a command in the background has none
     with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
         run_child(["/bin/sleep", "300"], {}, lambda: False)
     assert len(started) == 1 and not os.path.exists(f"/proc/{started[0]}")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
 def test_a_command_that_is_interrupted_says_nothing(tmp_path: Path) -> None:
@@ -233,7 +235,10 @@ def test_a_command_that_is_interrupted_says_nothing(tmp_path: Path) -> None:
     script.write_text(f"#!/bin/sh\ntouch {tmp_path}/begun\nsleep 300\n")
     script.chmod(0o755)
     words = [sys.executable, "-m", "shardwright", "trace", "-o", str(tmp_path / "t"), "--", str(script)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as command:
+    listens = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also where this process ignores it
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=listens
+    ) as command:
         for _ in range(600):
             if (tmp_path / "begun").exists():
                 break

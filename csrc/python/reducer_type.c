@@ -347,6 +347,7 @@ OF_PARAMETER(averaged_in,
 
 OF_REDUCER(count_step, "", sw_py_reducer_use_stream(self) == 0,
            (sw_account_stepping(), sw_reducer_count_step(self->reducer), sw_py_none()))
+OF_REDUCER(drop_pending, "", true, (self->pending_forward = false, sw_py_none()))
 OF_REDUCER(note_step, " digest:K", true,
            (sw_reducer_note_step(self->reducer, (uint32_t)a[0].word), sw_py_none()))
 OF_REDUCER(forget_steps, "", true, (sw_reducer_forget_steps(self->reducer), sw_py_none()))
@@ -515,6 +516,7 @@ static PyMethodDef reducer_methods[] = {
     SW_PY_NONE(sw_py_reducer, close, "End the round."),
     SW_PY_NONE(sw_py_reducer, fail, "Tell the peers that the backward of an open round failed."),
     SW_PY_NONE(sw_py_reducer, close_pending, "Run a whole round if a forward has none."),
+    SW_PY_ARGS(reducer, drop_pending, "/", "Forget a forward that no backward has followed."),
     SW_PY_ARGS(sw_py_reducer, shadow, "accumulated=(), /",
                "Run a round without a contribution. `accumulated`, on a GPU: one byte for each "
                "parameter, 1 if the other ranks contribute on top of the accumulated mean."),

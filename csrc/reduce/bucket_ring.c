@@ -26,7 +26,7 @@ size_t sw_host_rounds_lay_ring(host_rounds *host, bool with_frozen)
         at += bytes;
         for (size_t k = i; k-- > 0 && !b->before;) {
             host_bucket *other = &host->buckets[k];
-            if ((other->common->takes_part || with_frozen) &&
+            if (other->common->takes_part && /* a frozen one is never posted */
                 other->op.offset_bytes < b->op.offset_bytes + bytes &&
                 b->op.offset_bytes < other->op.offset_bytes + sw_bucket_bytes(base, k))
                 b->before = other;

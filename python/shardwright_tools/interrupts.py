@@ -18,7 +18,7 @@ def delayed() -> Iterator[None]:
     try:
         yield
     finally:
-        for each, handler in zip(handled, before):
+        for each, handler in reversed([*zip(handled, before)]):  # the one that may raise last
             signal.signal(each, handler)
         for number in came:
             signal.raise_signal(number)

@@ -267,7 +267,7 @@ class Simulation:
         self.driver, self.reference = driver, reference
         driver.sim_torch_begin.argtypes = (ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int)
         driver.sim_torch_adopt.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64)
-        reference.sim_kernel_contracts.restype = ctypes.c_void_p
+        reference.sim_kernel_references.restype = ctypes.c_void_p
         reference.sim_image_hash.restype = ctypes.c_uint64
         body = ctypes.create_string_buffer(b"an image that only the simulation takes")
         image = (
@@ -278,8 +278,8 @@ class Simulation:
 
     def begin(self) -> None:
         """Forget what earlier scenes enqueued: the simulation has few streams."""
-        contracts, count = self.reference.sim_kernel_contracts(), self.reference.sim_kernel_count()
-        self.driver.sim_torch_begin(0, 1, contracts, count)
+        references, count = self.reference.sim_kernel_references(), self.reference.sim_kernel_count()
+        self.driver.sim_torch_begin(0, 1, references, count)
         self.driver.sim_torch_adopt(None, BASE, 1 << 15)
 
     def open(self, host: Any) -> Any:

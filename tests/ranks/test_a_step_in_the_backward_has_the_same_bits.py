@@ -470,3 +470,104 @@ def test_a_backward_that_fails_before_a_bucket_has_left_changes_nothing(rank, wo
         train(model, stepper, rank, 2, first=3)
         found.append(outcome(model, stepper))
     assert_equal(found[1], found[0], stage)
+
+
+class Adapted(nn.Module):
+    """Frozen layers, each with two small ones that train beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(96, 96, bias=False), nn.Linear(96, 24), nn.Linear(24, 96)
+        self.base.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return x + 0.1 * (self.base(x) + self.up(self.down(x)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_every_rank()
+def test_frozen_buckets_between_trained_ones_keep_no_place(rank, world_size, stage):
+    found = []
+    for steps in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(*(Adapted() for _ in range(12)))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        options = {"step_in_backward": steps, **STAGES[stage], "bucket_cap_mb": 0.02}
+        model, stepper = sw.wrap(module, optimizer, **options)
+        for step in range(9):
+            for number in (4, 5, 9) if step == 5 else ():
+                module[number].base.weight.requires_grad_(True)
+            model(batch(rank, 48, 96, step=step)).square().mean().backward()
+            stepper.step()
+            stepper.zero_grad()
+        found.append(outcome(model, stepper))
+    assert_equal(found[1], found[0], stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_every_rank()
+def test_a_change_between_backward_and_step_raises_and_training_goes_on(rank, world_size, stage):
+    model, stepper = begin(step_in_backward=True, **STAGES[stage])
+    train(model, stepper, rank, 2)
+
+    def rate():
+        stepper.param_groups[0]["lr"] *= 0.5
+
+    def gradient():
+        next(model.parameters()).grad = torch.ones_like(next(model.parameters()))
+
+    for change, words in ((rate, "a group's value"), (gradient, "a gradient was changed")):
+        loss_of(model, rank, 2).backward()
+        if change is rate or stage == "0":
+            change()
+            refused(words, stepper.step)
+        else:
+            stepper.step()
+        train(model, stepper, rank, 1, first=3)
+    if stage == "3, private":  # where released parameters cannot be read
+        return
+    with pytest.raises(sw.Error, match="of no forward of the module"):
+        sum(p.square().sum() for p in model.parameters() if p.numel()).backward()
+    train(model, stepper, rank, 1, first=4)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_every_rank()
+def test_a_forward_after_the_step_in_the_backward_is_not_of_this_step(rank, world_size, stage):
+    found = []
+    for steps in (False, True):
+        model, stepper = begin(step_in_backward=steps, **STAGES[stage])
+        for step in range(3):
+            loss_of(model, rank, step).backward()
+            if steps:
+                loss_of(model, rank, 9)  # its graph is dropped
+            stepper.step()
+            stepper.zero_grad()
+        found.append(outcome(model, stepper))
+    assert_equal(found[1], found[0], stage)
+    loss_of(model, rank, 3).backward()
+    loss = loss_of(model, rank, 4)
+    with pytest.raises(sw.Error, match="each backward is a step"):
+        loss.backward()
+    stepper.step()
+    train(model, stepper, rank, 1, first=5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_every_rank()
+def test_a_lazy_save_beside_a_step_in_the_backward_is_whole(rank, world_size, stage):
+    folder = gather(tempfile.mkdtemp() if rank == 0 else "")[0]
+    model, stepper = begin(step_in_backward=True, **STAGES[stage])
+    with sw.Checkpointer(folder, model, stepper, snapshot="lazy") as saves:
+        train(model, stepper, rank, 2)
+        expected = outcome(model, stepper)
+        saves.save(1)
+        train(model, stepper, rank, 1, first=2)
+        saves.wait()
+    model, stepper = begin(step_in_backward=True, **STAGES[stage])
+    with sw.Checkpointer(folder, model, stepper) as saves:
+        assert saves.restore() == 2
+        assert_equal(outcome(model, stepper), expected, stage)
+    gather(None)
+    if rank == 0:
+        shutil.rmtree(folder)

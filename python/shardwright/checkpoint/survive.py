@@ -279,7 +279,7 @@ class _Job:
             return number
         number, memory = self._checkpointer.restore(), self._checkpointer._memory
         # at zero=0 all are whole, and an image without the optimizer's state would be too small for the next step
-        if not number and memory is not None and all(each.options.zero for each in self._engines):
+        if not number and memory is not None and all(each.options.stage for each in self._engines):
             self._checkpointer._keep(0, memory)
         self._number = number
         return number

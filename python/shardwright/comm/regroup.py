@@ -32,8 +32,9 @@ from .waits import Wait
 
 #: pause between two looks into the folder: the first, the longest, and the longest of ranks on several hosts
 _LOOK_S, _FAR_LOOK_S = (0.001, 0.05), 0.25
-#: deadline of torch's Gloo while the ranks connect; then the group gets the deadline of the one before
-_CONNECT_S = 20.0
+#: deadline of torch's Gloo while the ranks connect, for each that died meanwhile, on one host and on several; then the group gets
+#: the deadline of the one before
+_CONNECT_S, _FAR_CONNECT_S = 8.0, 20.0
 #: a killed process ends within it, unless the kernel keeps one of its threads
 _END_S = 10.0
 
@@ -320,7 +321,8 @@ class Regroup:
         """Replace torch's default group by one of the members, or raise CommError if that is impossible. Collective."""
         leave(self._wait_s)
         folder, size = os.path.join(self._folder, str(self.attempt)), len(self.members)
-        board, short = self._board(self.attempt), timedelta(seconds=min(_CONNECT_S, self._timeout.total_seconds()))
+        board, most_s = self._board(self.attempt), _FAR_CONNECT_S if self._has_hosts else _CONNECT_S
+        short = timedelta(seconds=min(most_s, self._timeout.total_seconds()))
         board.say(f"came/{self.own}", True)
         try:  # else Gloo would wait for a member that has died since they met
             self._await(board, [f"came/{each}" for each in range(size)])

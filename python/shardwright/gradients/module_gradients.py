@@ -180,7 +180,7 @@ class ModuleGradients:
             if sparse is not None:
                 sparse.is_local = local
             if rounds.steps:
-                rounds._begin_step(local)
+                rounds._begin_step(local or not (reducer.pending_forward or rounds._has_stepped()))
             close, fail = reducer.close, rounds._fail if rounds.steps else reducer.fail
             is_traced = _hooks.profiler_enabled()
             if is_traced is not rounds._is_traced:
@@ -211,7 +211,7 @@ class ModuleGradients:
 
     def _begin_step(self, local: bool = False) -> None:
         if local:
-            raise Error(self.refuses("a backward that does not synchronise (no_sync)"))
+            raise Error(self.refuses("a backward that does not synchronise (no_sync), or of no forward of the module,"))
         stepper = self._stepper()
         if stepper is None:
             raise Error("the optimizer of step_in_backward=True is gone: keep what sw.wrap returned")
@@ -220,6 +220,9 @@ class ModuleGradients:
     def refuses(self, what: str) -> str:
         """Return the sentence that refuses what does not go together with an optimizer inside the backward."""
         return f"{what} of {self._label} does not go together with step_in_backward=True, which steps on each mean as soon as it is complete"
+
+    def _has_stepped(self) -> bool:
+        return bool(getattr(self._stepper(), "has_stepped", False))
 
     def _cancel_step(self) -> None:
         stepper = self._stepper()
@@ -248,6 +251,9 @@ class ModuleGradients:
             return
         self._take_rows(opens=True)  # a mean that zero_grad() has dropped is none of this round
         if self.steps:
+            if self._has_stepped():  # a forward since then is not of this step
+                self._reducer.drop_pending()
+                return
             self._begin_step()
         self._end(self._reducer.close_pending)
         self.closed_without_backward = True
@@ -277,7 +283,9 @@ class ModuleGradients:
             try:
                 end()
             except BaseException:
-                self._cancel_step()
+                if self.steps:  # peers wait for what this rank has not taken
+                    with contextlib.suppress(Error):
+                        self._fail()
                 raise
         if has_followers and (not contributes or self._reducer.rounds != before):
             self._follow(contributes)

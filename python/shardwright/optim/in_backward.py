@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .._engine import Error
+from ..gradients.sharded_gradient import SteppedGradient
 from ..layout.memory import trim
 from ..parallel.agreement.optimizer_agreement import check_groups
 from ..torch_compat.autograd import set_gradient, unguarded
@@ -24,6 +25,10 @@ from .rules import is_elementwise, name_of
 from .sharded import ShardedOptimizer
 
 _UNLIKE = "ranks disagree about {}; no parameter has changed: step with the same values on every rank"
+_LATE = (
+    "{} was changed between backward() and step(), and step_in_backward=True has made the step in the backward: change it before the "
+    "backward, or leave step_in_backward out"
+)
 _TWICE = (
     "with step_in_backward=True each backward is a step, so gradients do not accumulate over several: call optimizer.step() after "
     "each backward, or leave step_in_backward out"
@@ -49,9 +54,10 @@ class BackwardOptimizer(ShardedOptimizer):
     """The optimizer that `sw.wrap(module, optimizer, step_in_backward=True)` returns: step() finds its work done."""
 
     _buckets: dict[int, list[list[Entry]]]
-    _sizes: Sequence[int] = ()
+    _members_were: Sequence[Sequence[int]] = ()
     #: True from the end of a round to step()
-    _has_stepped = False
+    has_stepped = False
+    _digest = 0
 
     def __init__(self, *given: Any) -> None:
         self._changes = contextlib.ExitStack()
@@ -64,17 +70,18 @@ class BackwardOptimizer(ShardedOptimizer):
 
     def follow(self, replicas: Any) -> None:
         super().follow(replicas)
-        self._sizes, self._has_stepped = (), False
+        self._members_were, self.has_stepped = (), False
         self._attach()
 
     def begin(self) -> None:
         """Begin a round, and let its first bucket carry the digest of what this rank steps with."""
-        if self._has_stepped:
+        if self.has_stepped:
             raise Error(_TWICE)
         check_groups(self, self._inner)
-        replica, sizes = self.replica, [len(group["params"]) for group in self.param_groups]
-        if sizes != self._sizes:
-            self._sizes, self._buckets = sizes, self._by_bucket()
+        replica, members = self.replica, [[id(p) for p in group["params"]] for group in self.param_groups]
+        if members != self._members_were:
+            self._members_were, self._buckets = members, self._by_bucket()
+        replica.access.before_writes()
         if getattr(self._inner, "state_dtype", None) is not None:
             vars(self._inner).update(origins=self._origins())
         if replica.access.shows_writes:
@@ -82,8 +89,9 @@ class BackwardOptimizer(ShardedOptimizer):
         self._changes.enter_context(replica.access.writing())
         if replica.zero == 3:
             replica.parameters().take_writes()
+        self._digest = replica.steppers.note(self)
         if replica.group.world_size > 1:
-            replica.reducer.note_step(replica.steppers.note(self))
+            replica.reducer.note_step(self._digest)
 
     def _by_bucket(self) -> dict[int, list[list[Entry]]]:
         """Return for each bucket the entries of each group in it."""
@@ -123,7 +131,7 @@ class BackwardOptimizer(ShardedOptimizer):
         """Show all ranks what the round has stepped on. Collective."""
         replica = self.replica
         vars(self).update(
-            _consolidated=None, _state_names=None, rounds_at_step=replica.reducer.rounds, _has_stepped=True
+            _consolidated=None, _state_names=None, rounds_at_step=replica.reducer.rounds, has_stepped=True
         )
         self._owner.publish(self.replicas, False)
         self._changes.close()
@@ -134,10 +142,13 @@ class BackwardOptimizer(ShardedOptimizer):
 
     def cancel(self) -> None:
         """End a round that has failed."""
-        if self.replica.access.shows_writes:
-            self.replica.access.refuse_change(self.replica.group.comm)
+        access, comm = self.replica.access, self.replica.group.comm
+        if access.shows_writes:
+            access.refuse_change(comm)
         self._changes.close()
-        self.replica.access.count_writes(())
+        if not comm.is_alive:  # peers' steps are no writes of the program
+            access.guard = None
+        access.count_writes(())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(True)
@@ -152,9 +163,17 @@ class BackwardOptimizer(ShardedOptimizer):
                 "step(closure) evaluates the module inside the step, which step_in_backward=True has made in the backward: call step() "
                 "without a closure"
             )
-        self._has_stepped = False
+        had, self.has_stepped = self.has_stepped, False
+        is_changed = had and self.replica.steppers.note(self) != self._digest
+        by_hand = False
         with unguarded():
             for group in self.param_groups:
                 for parameter in group["params"]:
+                    grad = parameter.grad
+                    by_hand |= (
+                        had and grad is not None and not (isinstance(grad, SteppedGradient) and grad._pending is None)
+                    )
                     set_gradient(parameter, None)
+        if is_changed or by_hand:
+            raise Error(_LATE.format("a gradient" if by_hand else "a group's value, such as lr,"))
         return None
