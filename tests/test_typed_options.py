@@ -14,7 +14,9 @@ from shardwright.options.options import BASIC_COUNT, FIELDS, Options
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = os.environ.get("SW_TEST_LONG") == "1"
-BASIC = "zero share_parameters precision compress offload units clip_grad_norm partition step_in_backward process_group device_mesh".split()
+BASIC = (
+    "zero share_parameters precision compress offload units clip_grad_norm partition process_group device_mesh".split()
+)
 CALLS = {
     "wrap": (sw.wrap, keywords.WrapOptions, ()),
     "DistributedDataParallel": (

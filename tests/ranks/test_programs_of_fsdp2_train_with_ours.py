@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-from harness import LONG
 from peer import PEER
 
 PROGRAM = pathlib.Path(__file__).with_name("fsdp2_program.py")
@@ -32,8 +31,6 @@ def train(name, side, folder, world_size, **settings):
 
 @pytest.mark.parametrize("name", ["accelerate", "lightning", "trl"])
 def test_a_program_trains_saves_and_resumes_as_with_fsdp2(tmp_path, name):
-    if name == "accelerate" and not LONG:
-        pytest.skip("the long form: three ranks save whole states below")
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
     stock, ours = (train(name, side, tmp_path, 2) for side in ("stock", "ours"))

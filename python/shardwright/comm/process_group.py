@@ -210,10 +210,8 @@ class HostGroup:
         """Return a wire between the carriers. Collective over them; the timeout bounds the rendezvous."""
         others, carriers = wire.sockets(), self.carriers
         store = dist.PrefixStore(f"{self._store_name}/{name}", default_store())
-        timeout, connects_late = (
-            timedelta(seconds=min(timeout_s, (_coming_s or 2e6) / 2)),
-            self.host_count > wire.EAGER_HOSTS,
-        )
+        most_s = 1e6 if _coming_s is None else _coming_s / 2  # a rank that waits here comes to the next attempt in time
+        timeout, connects_late = timedelta(seconds=min(timeout_s, most_s)), self.host_count > wire.EAGER_HOSTS
         # torch's new_group() needs every rank
         gloo = make_gloo(store, carriers.index(self.rank), len(carriers), timeout, connects_late)
         return wire.Wire(gloo, carriers, secret, others, lambda: _exits)

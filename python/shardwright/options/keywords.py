@@ -1,6 +1,6 @@
 """The options as keywords, for editors and type checkers: names and types are those of Options, in its order.
 
-One call takes `**options: Unpack[WrapOptions]`. The parts differ in which call takes them; eleven basic options come first.
+One call takes `**options: Unpack[WrapOptions]`. The parts differ in which call takes them; ten basic options come first.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class StepOptions(TypedDict, total=False):
 
     clip_grad_norm: float | None
     partition: Partition
-    step_in_backward: bool
 
 
 class RankOptions(TypedDict, total=False):
@@ -58,6 +57,12 @@ class RankOptions(TypedDict, total=False):
 
     process_group: ProcessGroup | None
     device_mesh: DeviceMesh | None
+
+
+class BackwardOptions(TypedDict, total=False):
+    """Expert options of a call that takes the optimizer."""
+
+    step_in_backward: bool
 
 
 class ExpertOptions(TypedDict, total=False):
@@ -105,8 +110,9 @@ class BuildOptions(TypedDict, total=False):
 
 
 class OptionFields(
-    StageOptions, ModuleOptions, StepOptions, RankOptions, ExpertOptions, FlatOptions, TorchOptions, total=False
-):
+    StageOptions, ModuleOptions, StepOptions, RankOptions, BackwardOptions, ExpertOptions, FlatOptions, TorchOptions,
+    total=False,
+):  # fmt: skip
     """All fields of Options."""
 
 

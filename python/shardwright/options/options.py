@@ -39,7 +39,7 @@ _BESIDE_STEPS = {
     "groups": "steps on parameters of several groups of ranks together",
 }
 #: the first fields of Options, which most programs need; each listing names them first
-BASIC_COUNT = 11
+BASIC_COUNT = 10
 _MIB = 1024 * 1024
 _Made = TypeVar("_Made")
 
@@ -122,11 +122,6 @@ class Options:
     partition : {"auto", "flat", "tensor"}
         How an optimizer is sliced at zero >= 1. "auto": flat slices, for optimizers known to be elementwise. "flat":
         flat slices; the caller guarantees that it is elementwise. "tensor": whole tensors, balanced over ranks.
-    step_in_backward : bool
-        On CPUs, for the elementwise optimizers of torch.optim and sw.optim: the backward steps on each bucket as its mean
-        is complete, and frees its gradients, with the bits of ordinary steps. `.grad` then raises if it is read, and
-        optimizer.step() only counts. Not with clipping by the norm, GradScaler, no_sync() or closures
-        (docs/optimizers.md).
     process_group : torch.distributed.ProcessGroup, optional
         The ranks that train together. Default: the default group; without one, the group of the launcher's variables
         (docs/launch.md); without those, one rank.
@@ -137,6 +132,11 @@ class Options:
 
     Other Parameters
     ----------------
+    step_in_backward : bool
+        On CPUs, for the elementwise optimizers of torch.optim and sw.optim: the backward steps on each bucket as its mean
+        is complete, and frees its gradients, with the bits of ordinary steps. `.grad` then raises if it is read, and
+        optimizer.step() only counts. Not with clipping by the norm, GradScaler, no_sync() or closures
+        (docs/optimizers.md).
     groups : dict of str or Module to DeviceMesh or ProcessGroup, optional
         Parameters that are replicated over fewer ranks (experts), and those ranks. A key is a module, or a pattern of
         fnmatch for names of parameters or of modules around them ("layers.*.experts"). The parameters must be DTensors
@@ -217,9 +217,9 @@ class Options:
     )
     clip_grad_norm: float | None = _option(None, number(also="None or "), alike=False)
     partition: Partition = _option("auto", among(*get_args(Partition)), alike=False)
-    step_in_backward: bool = _option(False, switch)
     process_group: ProcessGroup | None = _option(None, alike=False)
     device_mesh: DeviceMesh | None = _option(None, _check_mesh)
+    step_in_backward: bool = _option(False, switch)
     groups: Mapping[Any, DeviceMesh | ProcessGroup] | None = _option(None, _check_groups, alike=False)
     timeout_s: float = _option(1800.0, number("seconds", 1e9))
     warn_after_s: float | None = _option(30.0, number("seconds", 1e9, "None or 0 for never, or ", (None, 0)))
