@@ -187,7 +187,8 @@ def test_after_a_kill_at_any_moment_the_newest_step_of_both_places_is_taken(worl
             (step,) = {step for step, _ in answers}
             least, most = (highest, highest + 1) if disk else (copied, copied)
             assert least <= step <= most, (seed, highest, copied, answers)
-            assert all(found == [float(step)] for _, found in answers), (seed, answers)
+            expected = [float(step)] if step else []  # the first copy may not have ended
+            assert all(found == expected for _, found in answers), (seed, answers)
             highest = max(highest, step)
 
 
