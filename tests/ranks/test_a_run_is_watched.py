@@ -308,6 +308,62 @@ def test_wandb_has_the_run_offline(rank: int, world_size: int) -> None:
     assert [each for each in Path(folder).rglob("run-*.wandb") if each.stat().st_size > 0]
 
 
+class Runs:
+    """A stand-in for wandb: the runs that were begun, and what each logged."""
+
+    def __init__(self) -> None:
+        self.run: Any = None
+        self.begun: list[dict[str, Any]] = []
+        self.logged: list[Any] = []
+
+    def init(self, **options: Any) -> Any:
+        self.begun.append(options)
+        self.run = self
+        return self
+
+    def log(self, scalars: dict[str, Any]) -> None:
+        self.logged.append(scalars["shardwright/step"])
+
+    def finish(self) -> None:
+        self.run = None
+
+
+def trained_with_a_run(folder: str, tracker: Any, steps: int, restores_first: bool) -> int:
+    """Train and save `steps` more in a job that has just begun. Return the first step."""
+    account.tracker_runs.clear()
+    account.steps_before = 0
+    model, optimizer = wrapped()
+    sys.modules["wandb"] = tracker
+    with contextlib.ExitStack() as stack:
+        stack.callback(sys.modules.pop, "wandb")
+        checkpoints = stack.enter_context(sw.Checkpointer(f"{folder}/steps", model, optimizer))
+        begin = checkpoints.restore() if restores_first else -1
+        stack.enter_context(sw.metrics(model, to=["wandb:project"], every=1))
+        begin = begin if restores_first else checkpoints.restore()
+        before = len(tracker.logged)
+        for step in range(begin, begin + steps):
+            run(model, optimizer, 1)
+            checkpoints.save(step)
+        if begin and tracker.logged:
+            assert tracker.logged[before:] == [*range(begin + 1, begin + steps + 1)]
+    return begin
+
+
+@on_every_rank(spoils=True)
+def test_a_restart_goes_on_with_the_run_of_its_checkpoint(rank: int, world_size: int) -> None:
+    folder, tracker = gather(tempfile.mkdtemp())[0], Runs()
+    assert trained_with_a_run(folder, tracker, 3, True) == 0
+    assert trained_with_a_run(folder, tracker, 2, True) == 3
+    assert trained_with_a_run(folder, tracker, 2, False) == 5
+    if rank == 0:
+        (first, *later), names = tracker.begun, {"project", "id", "resume"}
+        assert set(first) == names and later == [first] * 2 and first["resume"] == "allow"
+        body = json.loads(Path(folder, "steps", "step-000007", "state.json").read_text())
+        assert body["trackers"] == {"wandb": first["id"]}
+    else:
+        assert tracker.begun == []
+
+
 @on_every_rank()
 def test_wrong_input_is_one_sentence(rank: int, world_size: int) -> None:
     model, _ = wrapped()

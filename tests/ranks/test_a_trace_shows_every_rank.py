@@ -25,27 +25,32 @@ def check_format(found: dict[str, Any]) -> None:
     """The rules of the format that viewers rely on."""
     open_pairs: dict[Any, float] = {}
     tracks = collections.defaultdict(list)
+    arrows: dict[int, str] = collections.defaultdict(str)
     for each in found["traceEvents"]:
         assert each["ph"] in PH and isinstance(each["name"], str), each
         assert isinstance(each["pid"], int) and isinstance(each["tid"], int) and each["pid"] > 0, each
         if each["ph"] != "M":
-            assert isinstance(each["ts"], int | float) and isinstance(each["cat"], str), each
+            assert isinstance(each["ts"], int | float) and each["ts"] >= 0 and isinstance(each["cat"], str), each
         if each["ph"] == "X":
             assert each["dur"] >= 0
             tracks[each["pid"], each["tid"]].append(each)
+        elif each["ph"] in "sf":  # Perfetto's reader drops arrows whose id is a text
+            assert isinstance(each["id"], int) and 0 <= each["id"] < 1 << 53, each
+            arrows[each["id"]] += each["ph"]
         elif each["ph"] == "b":
             assert (each["cat"], each["id"]) not in open_pairs
             open_pairs[each["cat"], each["id"]] = each["ts"]
         elif each["ph"] == "e":
             assert open_pairs.pop((each["cat"], each["id"])) <= each["ts"]
-    assert not open_pairs
-    for track in tracks.values():  # slices of a thread nest or follow one another
-        stack: list[float] = []
-        for each in sorted(track, key=lambda each: (each["ts"], -each["dur"])):
-            while stack and stack[-1] <= each["ts"] + 0.01:
+    assert not open_pairs and set(arrows.values()) <= {"sf", "s", "f", "fs"}, "an id is of one arrow"
+    for track in tracks.values():  # slices of a thread nest or follow one another, to the nanosecond
+        stack: list[int] = []
+        times = [(round(1000 * each["ts"]), round(1000 * each["dur"]), each) for each in track]
+        for begun, size, each in sorted(times, key=lambda time: (time[0], -time[1])):
+            while stack and stack[-1] <= begun:
                 stack.pop()
-            assert not stack or each["ts"] + each["dur"] <= stack[-1] + 0.01, each
-            stack.append(each["ts"] + each["dur"])
+            assert not stack or begun + size <= stack[-1], each
+            stack.append(begun + size)
     json.loads(json.dumps(found, allow_nan=False))
 
 
@@ -231,3 +236,28 @@ def test_joined_sleeps_keep_their_sum_of_time() -> None:
     assert all(a[3] <= b[2] for a, b in zip(joined, joined[1:])) and len(joined) < len(spans)
     for span in spans:
         assert any(each[1] == span[1] and each[2] <= span[2] and span[3] <= each[3] for each in joined)
+
+
+def test_readers_drop_nothing_of_a_trace() -> None:
+    """Perfetto drops what lies before 0, slices that outlast their parent, and arrows whose id is a text."""
+
+    def made(rank: int, begun_us: float) -> dict[str, Any]:
+        slices = [("outer", begun_us, 9.0), ("inner", begun_us + 4, 5.001), ("next", begun_us + 9, 1.0)]
+        operators = [
+            {"ph": "X", "name": n, "ts": t, "dur": d, "cat": "cpu_op", "pid": 7, "tid": 7} for n, t, d in slices
+        ]
+        arrow = {"name": "fwdbwd", "cat": "fwdbwd", "id": 1, "pid": 7, "tid": 7}
+        operators += [{**arrow, "ph": "s", "ts": begun_us + 1}, {**arrow, "ph": "f", "bp": "e", "ts": begun_us + 9.5}]
+        times = {"unix_ns": 0, "begun_ns": 50_000, "ended_ns": 90_000}
+        spans = [[0, 0, 40_000 + rank, 60_000, 7]]
+        return {
+            **{"rank": rank, "world_size": 2, "number": 1, "group": 1, "pid": 7, "host": "h", "clock": "c", **times},
+            **{"rows": [], "spans": spans, "operations": [], "autograd": operators, "phases": ["data"], "threads": {}},
+        }
+
+    found = trace_merge.merge([made(0, 31.0), made(1, 30.0)])
+    check_format(found)
+    timed = [each for each in found["traceEvents"] if each["ph"] != "M"]
+    assert len(timed) == 12 and min(each["ts"] for each in timed) == 0
+    assert [each["dur"] for each in timed if each["name"] == "inner"] == [5.0] * 2
+    assert len({each["id"] for each in timed if each["ph"] in "sf"}) == 2

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from .._engine import CheckpointError, Error
+from ..comm import account
 from ..comm.signals import SaveSignals, StopRequest, check_signals
 from ..comm.spares import is_waiting
 from ..comm.waits import on_every_rank
@@ -578,6 +579,8 @@ class Checkpointer:
                 self._fill_stages(restored, path, name_map)
                 apply_together(restored, self._peers)
             found = int(restored.folder.step)
+            runs = restored.fit.state.get("trackers")
+            account.go_on_from(found, runs if isinstance(runs, dict) else {})
             for each in [*(each for each in whole if each.step <= found), place]:  # the last one of a tier stays
                 if isinstance(each, Candidate):
                     each.tier.took(each)

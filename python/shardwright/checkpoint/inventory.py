@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError, CheckpointPlan
+from ..comm import account
 from ..formats import tree
 from ..torch_compat.dtensor import is_dtensor
 from . import slices
@@ -423,4 +424,6 @@ def _state_tree(training: Training, found: ModelTensors, step: int) -> tuple[dic
         },
         "extra": tree.encode(training.extra, "extra", tensors),
     }
+    if account.tracker_runs:
+        body["trackers"] = dict(account.tracker_runs)
     return body, tensors

@@ -21,11 +21,11 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._engine import account_end, account_fail, account_met, account_open, account_stack_signal
+from .._engine import account_end, account_fail, account_met, account_open, account_row, account_stack_signal
 
 _logger = logging.getLogger("shardwright")
 
@@ -47,6 +47,10 @@ _stacks: Any = None
 _met: tuple[int, str] = (0, "")  # the size and name of the group that leads this rank's account
 #: files of this rank that died in earlier starts of the job, for rank 0 alone; observe/goodput.py reads and removes them
 earlier: list[Path] = []
+#: the runs of trackers that this job's checkpoints hold: the tracker's name and the run's id, on rank 0
+tracker_runs: dict[str, str] = {}
+#: steps of the training before the first one of this account
+steps_before = 0
 
 
 def folders() -> list[Path]:
@@ -79,6 +83,14 @@ def own_world_size() -> int:
 
 def own_file() -> Path | None:
     return _file
+
+
+def go_on_from(step: int, runs: Mapping[str, str]) -> None:
+    """Count steps on from a restored one, and go on with its trackers' runs."""
+    global steps_before
+    row = account_row()
+    steps_before = step - (0 if row is None else int.from_bytes(row[:8], sys.byteorder))
+    tracker_runs.update(runs)
 
 
 def state_of(pid: int, start_ticks: int) -> str:

@@ -9,6 +9,7 @@ import logging
 import statistics
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -121,7 +122,7 @@ class Metrics:
         seconds, tokens = sum(row.total_ns for row in rows) * 1e-9, self._tokens
         if tokens is None or seconds <= 0:
             return None, None
-        count = sum(tokens(row.step) for row in rows) if callable(tokens) else tokens * len(rows)
+        count = sum(tokens(_number(row)) for row in rows) if callable(tokens) else tokens * len(rows)
         mfu = None if self._peak is None else 6 * self._parameters * count / seconds / self._peak
         return count * account.own_world_size() / seconds, mfu
 
@@ -131,15 +132,13 @@ class Metrics:
         return scalars | {name: value for name, value in found if value is not None}
 
     def _log(self, rows: list[Row]) -> None:
-        scalars = self._scalars(rows)
+        scalars, step = self._scalars(rows), _number(rows[-1])
         for name, tracker in list(self._trackers):
             try:
-                tracker[0](rows[-1].step, {**scalars, **self._added})
+                tracker[0](step, {**scalars, **self._added})
             except Exception as error:
                 self._trackers.remove((name, tracker))
-                _logger.warning(
-                    "metrics: %s failed at step %d and is left out: %s", name, rows[-1].step, _reason(error)
-                )
+                _logger.warning("metrics: %s failed at step %d and is left out: %s", name, step, _reason(error))
 
     def add(self, **scalars: float) -> None:
         """Add scalars of the program, such as loss=, to those that trackers get; the last value of a name counts."""
@@ -189,6 +188,11 @@ class Recent:
         return {f"shardwright/{name}": value for name, value in means(rows).items()}
 
 
+def _number(row: Row) -> int:
+    """Return the number of a row's step in the training, over restarts."""
+    return row.step + account.steps_before
+
+
 def _reason(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed (pip install {error.name})"
@@ -232,15 +236,17 @@ def _tensorboard(folder: str) -> Tracker:
 
 
 def _wandb(project: str) -> Tracker:
-    """Log to the program's run if it has one; else begin one, and finish it."""
+    """Log to the program's run if it has one; else to one of its own, which begins, or goes on after a restore(), at the first scalars."""
     wandb = importlib.import_module("wandb")
-    begun = wandb.run
-    run = begun or wandb.init(project=project or None)
+    own: list[Any] = []
 
     def log(step: int, scalars: Scalars) -> None:
-        run.log({"shardwright/step": step, **{f"shardwright/{name}": value for name, value in scalars.items()}})
+        if wandb.run is None:
+            run = account.tracker_runs.setdefault("wandb", uuid.uuid4().hex[:8])
+            own.append(wandb.init(project=project or None, id=run, resume="allow"))
+        wandb.run.log({"shardwright/step": step, **{f"shardwright/{name}": value for name, value in scalars.items()}})
 
-    return log, run.finish if begun is None else lambda: None
+    return log, lambda: own and own[-1].finish()
 
 
 def _prometheus(place: str) -> Tracker:

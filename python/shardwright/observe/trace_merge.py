@@ -17,6 +17,8 @@ _STEPS, _PHASES, _FIRST_THREAD = 1, 2, 3
 _WAIT, _SAVE = 1, 2
 #: two sleeps of a wait are one event if no more lies between them
 _GAP_NS = 200_000
+#: nanoseconds by which torch's rounding lets an operator outlast its parent
+_ROUNDING_NS = 500
 _DEVICES = 1_000_000
 
 
@@ -108,7 +110,11 @@ def merge(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def _begun(part: Part) -> int:
-    return min([part["begun_ns"], *(row[1] for row in part["rows"])])
+    """Return the earliest time of a part: readers drop what is before 0."""
+    operators = (int(each["ts"] * 1000) for each in part["autograd"] if "ts" in each)
+    times = (row[1] for row in part["rows"]), (span[2] for span in part["spans"]), operators
+    posted = (Collective(*values).posted_ns for values in part["operations"])
+    return min(part["begun_ns"], *(min(each, default=part["begun_ns"]) for each in (*times, posted)))
 
 
 # ---------------------------------------------------------------- clocks
@@ -249,7 +255,7 @@ class _Rank:
 
     def _operators(self) -> Iterator[Event]:
         own, pids = self.part["pid"], {}
-        for each in self.part["autograd"]:
+        for each, begun, ended in _nested(self.part["autograd"]):
             if each["pid"] == own:
                 pid, text = self.pid, "autograd" if each["tid"] == own else f"autograd ({each['tid']})"
             else:  # a GPU: its threads are streams
@@ -258,9 +264,25 @@ class _Rank:
                     pids[pid] = True
                     self._name(pid, 0, "process", f"rank {self.part['rank']}: GPU {each['pid']}", self.pid)
             tid = self._track((each["pid"], each["tid"]), text, 10, pid)
-            time = {"ts": round(each["ts"] - self._zero_ns / 1000, 3)}
-            unique = {"id": f"{self.part['rank']}.{each['id']}"} if "id" in each else {}
+            time = {"ts": self._us(begun), **({"dur": (ended - begun) / 1000} if "dur" in each else {})}
+            unique = {"id": self.part["rank"] << 32 | int(each["id"])} if "id" in each else {}  # Perfetto takes numbers
             yield {**each, **time, "pid": pid, "tid": tid, **unique}
+
+
+def _nested(events: Iterable[Event]) -> Iterator[tuple[Event, int, int]]:
+    """Yield events by time with begin and end. Cut one that outlasts its parent by torch's rounding alone: viewers drop such."""
+    ends: dict[Any, list[int]] = {}
+    times = [(round(each["ts"] * 1000), round(each.get("dur", 0) * 1000), each) for each in events]
+    for begun, size, each in sorted(times, key=lambda time: (time[0], -time[1])):
+        end = begun + size
+        if each["ph"] == "X":
+            stack = ends.setdefault((each["pid"], each["tid"]), [])
+            while stack and stack[-1] <= begun:
+                stack.pop()
+            if stack and end - stack[-1] < _ROUNDING_NS:
+                end = min(end, stack[-1])
+            stack.append(end)
+        yield each, begun, end
 
 
 def _joined(spans: Iterable[Sequence[int]]) -> list[list[int]]:
