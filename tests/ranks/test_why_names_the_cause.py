@@ -520,6 +520,28 @@ def test_a_run_that_moves_hangs_nowhere(world_size: int, fresh_ranks: Any, tmp_p
     assert first_line(tmp_path, capsys).startswith("all ranks have ended without an error of the engine, at step 3")
 
 
+@at_least_two
+def test_a_job_is_found_among_those_of_other_hosts(
+    world_size: int, fresh_ranks: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An account of another host does not tell whether its rank still runs, so it hides no job that runs here."""
+    monkeypatch.setattr(why, "folders", lambda: [tmp_path / "account"])
+    with fresh_ranks(2) as team:
+        team.run(moves, folder=str(tmp_path))
+        (job,) = (tmp_path / "account").iterdir()
+        for number in range(3):
+            for path in shutil.copytree(job, job.with_name(f"away-{number}")).glob("rank-?.*"):
+                data = path.read_bytes()
+                path.write_bytes(data[:72] + b"away".ljust(64, b"\0") + data[136:])
+        assert main(["why", "--no-stacks"]) == 0
+        assert capsys.readouterr().out.startswith("no rank waits for another: step 3")
+        for number in range(9):
+            shutil.copytree(job, job.with_name(f"run-{number}"))
+        assert main(["why", "--no-stacks"]) == 2
+        printed = capsys.readouterr().err
+        assert "10 jobs run here: name one of " in printed and printed.count("run-") + printed.count("pid-") == 8
+
+
 def moves(rank: int, world_size: int, folder: str) -> None:
     os.environ[account.RUN_FOLDER] = folder
     model, optimizer = sw.wrap(model := Mlp(), torch.optim.SGD(model.parameters(), lr=0.1))

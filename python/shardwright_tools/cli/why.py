@@ -44,6 +44,8 @@ _STATES = {
     "S": "sleeping",
 }
 _ELSEWHERE = "on another host"
+#: jobs that a sentence names
+_JOBS = 8
 #: major page faults a second that hold a rank, and the seconds in which they are counted
 _SWAPS, _FAULTS_S = 50, 0.5
 _PHASES = {"data": "between two steps", "save": "in a save"}
@@ -187,7 +189,9 @@ def job_folder(job: str | None) -> Path:
         return _checked(found[0])
     live = [each for each in jobs if _runs(each)]
     if len(live) > 1:
-        raise Nothing(f"several jobs run here: name one of {', '.join(sorted(each.name for each in live))}")
+        newest = sorted(live, key=lambda each: each.stat().st_mtime, reverse=True)
+        names = ", ".join(each.name for each in newest[:_JOBS]) + ", ..." * (len(newest) > _JOBS)
+        raise Nothing(f"{len(live)} jobs run here: name one of {names}")
     dead = sorted((each for each in jobs if list(each.glob("rank-*"))), key=lambda each: each.stat().st_mtime)
     if not live and not dead:
         raise Nothing(f"no job of this user runs here: there is no account in {', '.join(map(str, folders()))}")
@@ -195,8 +199,9 @@ def job_folder(job: str | None) -> Path:
 
 
 def _runs(folder: Path) -> bool:
+    """Return True if a rank of the job runs on this host; of other hosts an account does not tell."""
     try:
-        return any(rank.state != "gone" for rank in read_ranks(folder))
+        return any(rank.state not in ("gone", _ELSEWHERE) for rank in read_ranks(folder))
     except Nothing:  # of another version, or damaged
         return False
 
