@@ -128,6 +128,9 @@ class Trace:
 
     def _begin_profile(self) -> None:
         profiler = torch.profiler
+        if torch.autograd._profiler_enabled():  # a second one ends the process
+            _logger.warning("trace: autograd's part is left out: another profiler of torch's is on")
+            return
         kinds = [profiler.ProfilerActivity.CPU]
         kinds += [profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         try:
