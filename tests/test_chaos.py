@@ -46,7 +46,7 @@ def plan_file(folder, text, name="plan.json"):
 def test_a_wrong_plan_is_one_sentence(tmp_path, capsys, given, sentence):
     path = plan_file(tmp_path, given)
     assert main(["chaos", "--plan", path, "--", "true"]) == 2
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert said.startswith(f"shardwright chaos: {path}") and sentence in said and said.count("\n") == 1
 
 

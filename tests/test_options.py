@@ -235,3 +235,78 @@ def test_each_optimizer_of_ours_is_known_wherever_optimizers_are_named():
 
 def subclasses(kind):
     return {kind}.union(*(subclasses(each) for each in kind.__subclasses__())) - {compress.Compressor}
+
+
+#: calls of users with an object of a wrong kind -> the sentence that names the argument, its range and the value
+WRONG_KINDS = {
+    "wrap process_group": (lambda m, f: sw.wrap(m, process_group="world"), TypeError, "process_group must be a .* got 'world'"),
+    "wrap device": (lambda m, f: sw.wrap(m, zero=3, device="gpu"), ValueError, "device must name a GPU, .* got 'gpu'"),
+    "wrap ignored": (
+        lambda m, f: sw.wrap(m, ignored_params=[torch.nn.Parameter(torch.ones(3))]),
+        ValueError,
+        r"ignored_params: a parameter of shape \(3,\) is not one of Linear",
+    ),
+    "fully_shard mesh": (lambda m, f: sw.fully_shard(m, mesh="dp"), TypeError, "mesh must be a DeviceMesh or None, got 'dp'"),
+    "fully_shard offload": (
+        lambda m, f: sw.fully_shard(m, offload_policy=True),
+        TypeError,
+        "offload_policy must be an OffloadPolicy of torch's or None, got True",
+    ),
+    "checkpointer": (lambda m, f: sw.Checkpointer(3, m), TypeError, "directory must be a path, .* got 3"),
+    "save": (lambda m, f: sw.save(3, m), TypeError, "path must be a path, .* got 3"),
+    "load": (lambda m, f: sw.load(None, m), TypeError, "path must be a path, .* got None"),
+    "load a file": (lambda m, f: sw.load(__file__, m), sw.CheckpointError, "is a file, and a checkpoint is a folder"),
+    "rename": (lambda m, f: sw.load(f, m, rename=3), TypeError, "rename must be a mapping .* got 3"),
+    "materialize": (lambda m, f: sw.materialize("m"), TypeError, "materialize needs a torch.nn.Module, got str"),
+    "materialize init": (
+        lambda m, f: sw.materialize(torch.nn.Linear(2, 2, device="meta"), init="normal"),
+        TypeError,
+        "init must be a function of a module, got 'normal'",
+    ),
+    "clip": (lambda m, f: sw.clip_grad_norm_(m, "1"), TypeError, "max_norm must be a number, at least 0, got '1'"),
+    "tokens": (lambda m, f: sw.metrics(sw.wrap(m), tokens="many"), ValueError, "tokens must be at least 1 .* got 'many'"),
+    "steps": (lambda m, f: next(sw.steps(m, 3)), TypeError, "checkpointer must be a sw.Checkpointer, got Linear"),
+    "survive": (lambda m, f: sw.survive(3, m), TypeError, "train must be a function of a step, got 3"),
+    "sampler": (lambda m, f: sw.elastic.Sampler(64, 16), TypeError, "batches must be what .* got 16"),
+    "register": (
+        lambda m, f: sw.optim.register(torch.optim.SGD(m.parameters(), lr=0.1), partition="flat"),
+        TypeError,
+        "got an object of SGD$",
+    ),
+    "init_process_group": (lambda m, f: sw.init_process_group(timeout=5), TypeError, "timeout must be a .* got 5"),
+    "deepspeed": (
+        lambda m, f: sw.deepspeed.plan({"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": "high"}}}, 1),
+        ValueError,
+        "optimizer.params.lr must be a number, got 'high'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_KINDS)
+def test_an_object_of_a_wrong_kind_is_a_sentence_that_names_its_argument(case, tmp_path):
+    call, kind, words = WRONG_KINDS[case]
+    with pytest.raises(kind, match=words) as caught:
+        call(torch.nn.Linear(3, 3), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_class_of_units_that_no_module_has_is_told(caplog):
+    sw.wrap(torch.nn.Linear(3, 3), zero=3, share_parameters=False, units=torch.nn.Conv2d)
+    assert "units: Linear holds no torch.nn.modules.conv.Conv2d: it is gathered whole" in caplog.text
+
+
+def test_fully_shard_refuses_a_module_that_torchs_has_cut():
+    from torch.distributed.fsdp import fully_shard
+
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    sw.init_process_group() if not torch.distributed.is_initialized() else None
+    fully_shard(module[0])
+    with pytest.raises(sw.Error, match="of which torch's fully_shard has cut '0' already"):
+        sw.fully_shard(module)
+
+
+def test_a_trace_inside_another_profiler_leaves_autograd_out(tmp_path, caplog):
+    sw.wrap(torch.nn.Linear(3, 3))
+    with torch.profiler.profile(), sw.trace(tmp_path / "trace.json"):
+        pass
+    assert "another profiler of torch's is on" in caplog.text

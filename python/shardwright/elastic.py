@@ -110,6 +110,8 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
 
     def __init__(self, size: int, batches: Batches, *, seed: int = 0, shuffle: bool = True) -> None:
         _check_samples("size", size)
+        if not isinstance(batches, Batches):
+            raise TypeError(f"Sampler: batches must be what sw.elastic.batches() returned, got {batches!r}")
         self.batches, self.position = batches, 0
         self._size, self._seed, self._shuffle = size, seed, shuffle
         self._order: tuple[int, torch.Tensor] = (-1, torch.empty(0, dtype=torch.int64, device="cpu"))

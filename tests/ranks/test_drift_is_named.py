@@ -142,3 +142,28 @@ def test_what_moves_or_adapts_a_sliced_module_is_named(rank, world_size, zero, c
     with pytest.raises(engine.Error, match=name):
         step(wrapped, rank)
     gather(None)
+
+
+def write_in_place(module):
+    with torch.no_grad():
+        module[0].weight.add_(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [(add_module, {}), (cast, {"zero": 1}), (write_in_place, {"zero": 3}), (write_in_place, {"zero": 3, "write_guard": None})],
+    ids=["added", "cast at 1", "written at 3", "written at 3 unguarded"],
+)  # fmt: skip
+@on_every_rank()
+def test_a_change_on_one_rank_alone_ends_its_peers_waits_at_once(rank, world_size, change, options):
+    module = Mlp()
+    wrapped = sw.wrap(module, **options)
+    step(wrapped, rank)
+    if rank == world_size - 1:
+        change(module)
+    with pytest.raises(
+        sw.Error, match=r"parameter '\d\.(weight|bias)'"
+    ):  # the one that the peers heard, within the harness's deadline
+        for _ in range(2):
+            wrapped(batch(rank, 6, 7, dtype=next(module.parameters()).dtype)).sum().backward()
+    gather(None)  # the rank lives on, so its end has told no peer

@@ -195,7 +195,7 @@ class Checkpointer:
             bandwidth = integer("bandwidth_bytes_per_s", bandwidth_bytes_per_s, 0, 2**63, "an integer in [0, 2**63)")
             writers = integer("threads", threads, 1, 17, "an integer in [1, 16]")
             self._save_on = check_signals(save_on)
-            address = address_of(directory)
+            address = address_of(directory, "directory")
             place = directory if address is None else local_folder(address, local_directory)
             self.directory = absolute_path("directory", place)
             limits = (("snapshot", snapshot, "copy"), ("memory_every", memory_every, None), ("local", local, None))

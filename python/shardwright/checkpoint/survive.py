@@ -144,6 +144,8 @@ def survive(
 
     A spare takes a place when a rank is lost, and not between two steps: train() would have to return.
     """
+    if not callable(train):
+        raise TypeError(f"survive: train must be a function of a step, got {train!r}")
     job = _Job(checkpointer, min_ranks, wait_s, spares)
     try:
         number = job.restore()
@@ -165,6 +167,8 @@ class _Job:
     """The ranks, engines and optimizers of one training in place."""
 
     def __init__(self, checkpointer: Checkpointer, min_ranks: int, wait_s: float, spares: int) -> None:
+        if not hasattr(checkpointer, "_peers"):
+            raise TypeError(f"checkpointer must be a sw.Checkpointer, got {type(checkpointer).__name__}")
         self._checkpointer, self._tries, self._number = checkpointer, _TRIES, -1
         peers, training = checkpointer._peers, checkpointer._training
         timeout = group_timeout(dist.group.WORLD)

@@ -100,15 +100,19 @@ def verify(comm: HostComm, describe: Callable[[], list[list[str]]], what: str, *
 def _disagreement(tables: list[list[list[str]]], what: str) -> str:
     other = next(table for table in tables if table != tables[0])
     at = next((i for i, (a, b) in enumerate(zip(tables[0], other)) if a != b), min(map(len, (tables[0], other))))
-    lines, counts, options = [], [], []
+    lines, counts, options, versions = [], [], [], False
     for table in (tables[0], other):
         ranks = [rank for rank, each in enumerate(tables) if each == table]
         holders = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {numbers_of(ranks)}"
         line = " ".join(table[at]) if at < len(table) else "nothing more"
-        lines.append(f"{holders} has {line}")
+        lines.append(f"{holders} {'has' if len(ranks) == 1 else 'have'} {line}")
         counts.append(f"{sum(row[0].startswith('parameter ') for row in table)} on {holders}")
         options.append(line.startswith("option "))
-    remedy = "pass the same options on every rank" if all(options) else "build the same module on every rank"
+        versions = line.startswith("shardwright ")
+    same = (
+        "pass the same options" if all(options) else "install the same version" if versions else "build the same module"
+    )
+    remedy = f"{same} on every rank"
     return f"ranks disagree about {what}: {', '.join(lines)} (parameters: {', '.join(counts)}); {remedy}"
 
 

@@ -317,6 +317,8 @@ def resolve_group(process_group: Any, device_mesh: Any, *, trains: bool = False)
             )
         process_group = device_mesh.get_group() if device_mesh.ndim == 1 else group_over(ranks)
     if process_group is not None:
+        if process_group is not dist.GroupMember.NON_GROUP_MEMBER and not hasattr(process_group, "rank"):
+            raise TypeError(f"process_group must be a torch.distributed.ProcessGroup or None, got {process_group!r}")
         if dist.get_rank(process_group) < 0:
             raise ValueError(
                 "this rank is not part of the process group given; wrap the module on the group's ranks only"
@@ -407,6 +409,8 @@ def init_process_group(backend: str = "gloo", *, timeout: timedelta | None = Non
             raise ValueError(
                 f"init_process_group: {name} comes from the launcher; call torch.distributed's own function to set it"
             )
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"init_process_group: timeout must be a datetime.timedelta or None, got {timeout!r}")
     _join(read_launch(os.environ), backend, timeout, **options)
 
 
@@ -424,7 +428,15 @@ def _join(launch: Launch | None, backend: str = "gloo", timeout: timedelta | Non
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     else:
         options |= {"store": _store_of(launch, timeout), "rank": launch.rank, "world_size": launch.world_size}
-    dist.init_process_group(backend, **options)
+    try:
+        dist.init_process_group(backend, **options)
+    except RuntimeError as error:
+        if "Unable to find address for" not in str(error):
+            raise
+        named, known = os.environ.get("GLOO_SOCKET_IFNAME"), ", ".join(name for _, name in socket.if_nameindex())
+        raise ValueError(
+            f"GLOO_SOCKET_IFNAME must name a network interface of this host with an address ({known}), got {named!r}"
+        ) from error
     account_call_end()
 
 

@@ -198,7 +198,9 @@ class Rendezvous:
         except CommError:
             raise
         except RuntimeError as error:
-            raise self.fail(comm_error(f"joining: torch's own group failed: {error}")) from error
+            said = str(error).partition(". This is typically")[0]  # Gloo's advice
+            gone = "; a rank ended before it joined: its own log says why" if "closed by peer" in said else ""
+            raise self.fail(comm_error(f"joining: torch's own group failed: {said}{gone}")) from error
 
     def _await(self, key: str, awaited: str, later_s: float = 0.0) -> bytes:
         """Return the value of `key` once `awaited` has written it; wait `later_s` longer than that rank."""

@@ -31,7 +31,9 @@ def stored_tensors(place: Any) -> dict[str, Any]:
         return remote_tensors(address)
     if not os.path.lexists(path):
         absolute_path("the place", path)  # refuses addresses
-        raise CheckpointError(f"'{path}' does not exist")
+        raise CheckpointError(
+            f"'{path}' does not exist: pass the folder or file of a model on this host, not its name on a hub"
+        )
     ours = CheckpointFolder.find(path) if os.path.isdir(path) else None
     folder = None if ours is None else CheckpointFolder(ours)
     files = model_files(path if ours is None else ours)

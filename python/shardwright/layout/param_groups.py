@@ -6,6 +6,7 @@ unit. A parameter that several modules share belongs to the innermost unit that 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ import torch
 from ..options.checks import unit_types
 from .local_parameters import module_parameter
 from .param_table import ParameterTable
+
+_logger = logging.getLogger("shardwright")
 
 _MIB = 1024 * 1024
 #: the attribute of a unit's class that has the settings of checkpoint_units
@@ -113,6 +116,10 @@ def cut(
     The outermost stays whole until its backward ends, unless fully_shard was told otherwise.
     """
     chosen = unit_modules(module, units, table.module_parameters)
+    if unit_types(units) and not chosen:
+        _logger.warning(
+            "units: %s holds no %s: it is gathered whole", type(module).__name__, ", ".join(comparable(units))
+        )
     first = _first_of_each(module, chosen)
     owners: dict[int, list[list[torch.nn.Module]]] = {}
     paths = _paths(module)

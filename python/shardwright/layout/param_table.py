@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .._engine import Error
+from .._version import __version__
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import held_tensor, is_dtensor
 from .local_parameters import SHARDED, LocalParameter, module_parameter
@@ -113,7 +114,8 @@ class ParameterTable:
 
     def description(self, settings: Mapping[str, Any]) -> list[list[str]]:
         """Return [item, value] lines that must be equal on every rank, the most informative first."""
-        lines = [
+        lines = [["shardwright", __version__]]
+        lines += [
             [f"parameter {i}", _sentence(n, p, with_gradient=True)]
             for i, (n, p) in enumerate(zip(self.names, self.parameters))
         ]

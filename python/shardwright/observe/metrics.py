@@ -86,7 +86,7 @@ def metrics(
         raise ValueError(f"metrics: every must be a whole number of steps from 1 on, got {every!r}")
     if peak_flops is not None and not peak_flops > 0:
         raise ValueError(f"metrics: peak_flops must be above 0 operations a second, got {peak_flops!r}")
-    if tokens is not None and not callable(tokens) and (isinstance(tokens, bool) or tokens < 1):
+    if tokens is not None and not callable(tokens) and (isinstance(tokens, (bool, str)) or tokens < 1):
         raise ValueError(f"metrics: tokens must be at least 1 a step, or a function of the step, got {tokens!r}")
     if account.own_rank() is None:
         raise Error("metrics needs a module that is wrapped: pass the module that sw.wrap returned")

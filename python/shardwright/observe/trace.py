@@ -23,6 +23,7 @@ import torch
 
 from .._engine import Error, account_row, spans_take, spans_turn
 from ..comm import account
+from ..torch_compat.internals import is_profiling
 from . import watch
 from .rings import PHASES, AccountError, AccountFile, Row, row_of
 from .trace_merge import Collective, merge_parts, part_path
@@ -128,6 +129,9 @@ class Trace:
 
     def _begin_profile(self) -> None:
         profiler = torch.profiler
+        if is_profiling():  # a second one ends the process
+            _logger.warning("trace: autograd's part is left out: another profiler of torch's is on")
+            return
         kinds = [profiler.ProfilerActivity.CPU]
         kinds += [profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         try:

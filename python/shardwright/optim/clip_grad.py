@@ -79,6 +79,8 @@ def clip(
     take: Callable[[DeviceClip], bool] | None = None,
 ) -> torch.Tensor:
     """Clip like clip_grad_norm_(). If `take` returns True, the step that follows multiplies by the scale itself."""
+    if isinstance(max_norm, (str, bytes, type(None))):
+        raise TypeError(f"clip_grad_norm_: max_norm must be a number, at least 0, got {max_norm!r}")
     if not max_norm >= 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be at least 0, got {max_norm!r}")
     modules = given if isinstance(given, list) else [given]

@@ -118,7 +118,8 @@ def register(kind: type[torch.optim.Optimizer], *, partition: str, cost: Cost | 
     >>> sw.optim.register(Signs, partition="flat")
     """
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise TypeError(f"register: kind must be a class of torch.optim.Optimizer, got {kind!r}")
+        got = repr(kind) if isinstance(kind, type) else f"an object of {type(kind).__name__}"
+        raise TypeError(f"register: kind must be a class of torch.optim.Optimizer, got {got}")
     if partition not in ("flat", "tensor"):
         raise ValueError(f"register: partition must be 'flat' or 'tensor', got {partition!r}")
     if cost is not None and not callable(cost):

@@ -43,6 +43,8 @@ class NameMap:
     _rules: list[tuple[re.Pattern[str], str]] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if not (self.rename is None or callable(self.rename) or isinstance(self.rename, Mapping)):
+            raise TypeError(f"rename must be a mapping of str to str, a callable or None, got {self.rename!r}")
         include = (self.include,) if isinstance(self.include, str) else tuple(self.include)
         rules = () if self.rename is None or callable(self.rename) else tuple(self.rename.items())
         try:

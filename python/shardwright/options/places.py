@@ -14,9 +14,16 @@ _SCHEME = re.compile(r"[A-Za-z0-9][A-Za-z0-9+.-]+:/|[^/]*://")
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 
 
-def address_of(path: str | os.PathLike[str]) -> str | None:
+def path_text(name: str, path: object) -> str:
+    """Return a path as text. Raise TypeError for another value, with the name of the argument."""
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(f"{name} must be a path, as a str or an os.PathLike, got {path!r}")
+    return os.fsdecode(path)
+
+
+def address_of(path: str | os.PathLike[str], name: str = "path") -> str | None:
     """Return `path` as an address if it has a scheme, a place behind it, and fsspec is installed; else None: see absolute_path()."""
-    given = os.fsdecode(path)
+    given = path_text(name, path)
     match = _ADDRESS.match(given)
     if match is None or not given[match.end() :]:
         return None
@@ -30,7 +37,7 @@ def address_of(path: str | os.PathLike[str]) -> str | None:
 
 def absolute_path(name: str, path: str | os.PathLike[str]) -> str:
     """Return `path` as an absolute path. Raise ValueError for an address, a zero byte or a name that is not UTF-8."""
-    given = os.fsdecode(path)
+    given = path_text(name, path)
     if _SCHEME.match(given):
         why = "" if given.partition(":")[2].strip("/") else ", with no place behind its scheme"
         raise ValueError(f"{name} must be a path of a mounted file system, got the address {given!r}{why}")

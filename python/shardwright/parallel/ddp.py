@@ -128,7 +128,7 @@ class DistributedDataParallel(TorchDDP):
                 options,
                 ("clip_grad_norm", "partition", "step_in_backward"),
                 "DistributedDataParallel",
-                "give them to sw.wrap",
+                "give it to sw.wrap",
             )
             known = [name for name in given if name not in ("self", "options", "module") and name[0] != "_"]
             taken: dict[str, Any] = {**options, **{name: given[name] for name in known if name in FIELDS}}

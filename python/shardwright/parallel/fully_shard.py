@@ -43,7 +43,7 @@ from ..parameters.unshard_schedule import UnitSchedule
 from ..torch_compat.autograd import graph_task_id
 from ..torch_compat.dtensor import flattened, is_dtensor, mesh_of_group, step_on_local_tensors
 from ..torch_compat.foreign_wrappers import guard_from_wrappers, note_fully_shard
-from ..torch_compat.internals import fsdp_module_of_torch, fsdp_policy
+from ..torch_compat.internals import fsdp2_groups, fsdp_module_of_torch, fsdp_policy, offload_policy_of_torch
 from ..torch_compat.weak import weakly
 from .engine import Engine, engine_of, register_face
 from .unit_calls import reduce_plainly
@@ -698,6 +698,10 @@ def fully_shard(
         options, ("step_in_backward",), "fully_shard", "use sw.wrap(module, optimizer, zero=3, step_in_backward=True)"
     )
     policy = _policy(precision, mp_policy)
+    if offload_policy is not None and not isinstance(offload_policy, offload_policy_of_torch()):
+        raise TypeError(
+            f"fully_shard: offload_policy must be an OffloadPolicy of torch's or None, got {offload_policy!r}"
+        )
     if hasattr(offload_policy, "pin_memory") and _device_of(modules) != "cpu":
         raise NotImplementedError(
             f"fully_shard: offload_policy={offload_policy!r} is not supported on GPUs: pass offload='cpu', which moves the optimizer's state"
@@ -708,6 +712,12 @@ def fully_shard(
             raise AssertionError(
                 "Each distinct composable distributed API can only be applied to a module once: fully_shard was called on this "
                 f"{type(each).__name__} already"
+            )
+        of_torch = [name for name, inner in each.named_modules() if mark_of(inner) is None and fsdp2_groups(inner)]
+        if of_torch and not ignored_params:
+            raise Error(
+                f"fully_shard was given a {type(each).__name__} of which torch's fully_shard has cut {of_torch[0] or 'the outermost module'!r} "
+                "already: call the one or the other on all of its modules"
             )
         wrapped = engine_of(each, make=False)
         if wrapped is not None:
@@ -791,6 +801,8 @@ def share_comm_ctx(modules: Sequence[torch.nn.Module]) -> None:
 
 def _data_mesh(mesh: Any, dims: Any) -> Any:
     """Return the mesh of (replicate, shard), or of one of them, that dp_mesh_dims names."""
+    if mesh is not None and not hasattr(mesh, "get_group"):
+        raise TypeError(f"fully_shard: mesh must be a DeviceMesh or None, got {mesh!r}")
     if dims is None:
         return mesh
     if mesh is None:

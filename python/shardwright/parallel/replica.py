@@ -363,8 +363,7 @@ class Replica:
         try:
             drift.check(module)
         except Error as error:
-            if self.releases_parameters:  # it may be an error of this rank only
-                self._abort(str(error))
+            self._abort(str(error))  # it may be an error of this rank only, and lasts
             raise
         return drift
 

@@ -76,6 +76,8 @@ def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], ob
     >>> sw.materialize(model).weight.device
     device(type='cpu')
     """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"materialize needs a torch.nn.Module, got {type(module).__name__}")
     check_of_hosts([*module.named_parameters(), *module.named_buffers()], "materialize")
     calls = initialisers(module, init, "materialize")
     made, stored = dict[int, torch.Tensor](), dict[int, Stored]()
@@ -126,6 +128,8 @@ def initialisers(
     if not waiting:
         return []
     if init is not None:
+        if not callable(init):
+            raise TypeError(f"{what}: init must be a function of a module, got {init!r}")
         return [(each, functools.partial(init, each)) for each in waiting]
     names, own = {each: name for name, each in module.named_modules()}, set(map(id, waiting))
     found: list[_Call] = []

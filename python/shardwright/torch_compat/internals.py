@@ -241,6 +241,17 @@ def fsdp_module_of_torch() -> tuple[type, ...]:
     return () if found is None else (found,)
 
 
+def is_profiling() -> bool:
+    """Return True while a profiler of torch's is on."""
+    return bool(torch.autograd._profiler_enabled())
+
+
+def offload_policy_of_torch() -> tuple[type, ...]:
+    """Return torch's class of FSDP2's offload policies; none if this torch has none."""
+    found = _of_fsdp2("OffloadPolicy")
+    return () if found is None else (found,)
+
+
 def fsdp_policy(**fields: Any) -> Any:
     """Return torch's MixedPrecisionPolicy, which extensions of tensors read; None if this torch has none."""
     found = _of_fsdp2("MixedPrecisionPolicy")

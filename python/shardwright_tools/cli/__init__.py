@@ -77,7 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ..gpu_check.runner import main as check
 
         sys.argv[1:] = arguments[1:]
-        return check()
+        try:
+            return check()
+        except KeyboardInterrupt:
+            return 130
     _Parser.arguments = arguments
     parser = parser_of(arguments[:1])
     words, program = list(arguments), []

@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _refuse(sentence: str) -> int:
-    print(f"shardwright chaos: {sentence}")
+    print(f"shardwright chaos: {sentence}", file=sys.stderr)
     return 2
 
 

@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         autos = _autos(given)
         made = plan(_filled(given, options.ranks, options.steps), options.ranks)
     except (OSError, ValueError, TypeError, NotImplementedError) as error:
-        return refuse(options, f"{type(error).__name__}: {error}", 1)
+        return refuse(options, str(error), 1, command="shardwright config: ")
     rows = [{"key": r.key, "value": autos.get(r.key, r.value), "state": r.state, "here": r.text} for r in made.rows]
     if options.json:
         print(json.dumps({"ok": True, "python": python_of(made), "rows": rows}, indent=2, default=str))

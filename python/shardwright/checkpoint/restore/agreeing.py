@@ -199,6 +199,8 @@ def _agree(peers: Peers, path: str, look: Callable[[], Any], label: str = "") ->
 
 def _instead(error: CheckpointError, path: str) -> str:
     """Return the words about a path without a checkpoint: the folders in it that may be one."""
+    if error.errno == errno.ENOTDIR and os.path.isfile(path):
+        return f": '{path}' is a file, and a checkpoint is a folder; sw.load_pretrained reads a file of weights"
     if error.errno != errno.ENOENT or os.path.lexists(os.path.join(path, "MANIFEST.json")):
         return ""
     names = sorted(os.listdir(path)) if os.path.isdir(path) else []

@@ -405,6 +405,9 @@ class _Reader:
             if kind not in names or kind == "optimizer":
                 raise ValueError(f"optimizer.type must be Adam, AdamW, SGD or a class of torch.optim, got {given!r}")
             name = f"torch.optim.{names[kind]}"
+        for each in ("lr", "eps", "weight_decay", "momentum"):
+            if isinstance(params.get(each), (str, list, dict)):
+                raise ValueError(f"optimizer.params.{each} must be a number, got {params[each]!r}")
         self._check_arguments("optimizer.params", optimizer_class(name), params, ("self", "params"))
         self._became["optimizer.type"] = name
         for each, value in (self._get("optimizer.params") or {}).items():
