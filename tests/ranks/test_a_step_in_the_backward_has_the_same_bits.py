@@ -16,6 +16,7 @@ from peer import PEER, batch, sw
 from test_hosts_fold_in_two_steps import hosts_of, on_hosts
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import _apply_optimizer_in_backward, _get_in_backward_optimizers
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
@@ -101,6 +102,74 @@ def test_every_stage_and_optimizer_has_the_bits_of_ordinary_steps(rank, world_si
         found.append((train(model, stepper, rank, after=scheduler.step), outcome(model, stepper)))
     assert found[0][0] == found[1][0]
     assert_equal(found[1][1], found[0][1], (stage, optimizer))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, sw.optim.AdamW])
+@on_every_rank()
+def test_optimizers_that_torch_gave_to_parameters_step_on_buckets_too(rank, world_size, stage, kind):
+    own = {"state_dtype": "int8", "seed": 3} if kind is sw.optim.AdamW else {"fused": True}
+    found = []
+    for steps in (False, True):
+        torch.manual_seed(0)
+        module, decay = Mlp(), {True: 0.25, False: 0.0}
+        of = {key: [p for p in module.parameters() if (p.dim() > 1) is key] for key in decay}
+        options = {"lr": 1e-2, **own}
+        if steps:
+            for key, value in decay.items():
+                _apply_optimizer_in_backward(kind, of[key], {**options, "weight_decay": value})
+            old = _get_in_backward_optimizers(module)
+            model = sw.wrap(module, step_in_backward=True, **{**SMALL, **STAGES[stage]})
+            stepper = _get_in_backward_optimizers(model)[0]
+            assert {*_get_in_backward_optimizers(model)} == {stepper}
+            with pytest.raises(IndexError):
+                old[0].param_groups[0]["lr"] = 1.0
+        else:
+            groups = [{"params": of[key], "weight_decay": value} for key, value in decay.items()]
+            model, stepper = sw.wrap(module, kind(groups, **options), **{**SMALL, **STAGES[stage]})
+        losses = []
+        for step in range(4):
+            loss = loss_of(model, rank, step)
+            loss.backward()
+            if steps:
+                assert all(p.grad is None for p in module.parameters())
+            else:
+                stepper.step()
+                stepper.zero_grad()
+            for group in stepper.param_groups:
+                group["lr"] *= 0.5
+            losses.append(loss.item())
+        found.append((losses, outcome(model, stepper)))
+    assert found[0][0] == found[1][0]
+    for group in (*found[0][1][1]["param_groups"], *found[1][1][1]["param_groups"]):
+        del group["params"]
+    assert_equal(found[1][1], found[0][1], (stage, kind))
+
+
+@on_every_rank()
+def test_optimizers_of_parameters_that_are_no_one_optimizer_are_refused(rank, world_size):
+    module = Mlp()
+    first, *rest = module.parameters()
+    _apply_optimizer_in_backward(torch.optim.SGD, [first], {"lr": 0.1})
+    _apply_optimizer_in_backward(torch.optim.Adam, rest, {"lr": 0.1})
+    with pytest.raises(
+        ValueError, match=r"one class of optimizer .*SGD\(\) and .*Adam\(\): pass sw.wrap one optimizer"
+    ):
+        sw.wrap(module, step_in_backward=True)
+    for twice in (True, False):
+        module = Mlp()
+        for seed in (1, 1 if twice else 2):
+            options = {"lr": 0.1, "state_dtype": torch.bfloat16, "seed": seed}
+            parameters = [*module.parameters()][: None if twice else seed]
+            _apply_optimizer_in_backward(sw.optim.AdamW, parameters, options)
+        with pytest.raises(ValueError, match="and one optimizer for each parameter; got"):
+            sw.wrap(module, step_in_backward=True)
+    model = sw.wrap(Mlp(), zero=2)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    with pytest.raises(
+        sw.Error, match=r"sw.wrap\(module, zero=2, step_in_backward=True\) after _apply_optimizer_in_backward"
+    ):
+        model(batch(rank, 6, 7))
 
 
 @pytest.mark.parametrize("stage", STAGES)
