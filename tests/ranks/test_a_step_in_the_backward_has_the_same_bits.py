@@ -573,6 +573,53 @@ def test_frozen_buckets_between_trained_ones_keep_no_place(rank, world_size, sta
     assert_equal(found[1], found[0], stage)
 
 
+class Embedded(nn.Module):
+    """A frozen weight of many buckets' size between layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+        self.large = nn.Parameter(torch.randn(16, 512) / 16, requires_grad=False)
+        self.second = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x) @ self.large) @ self.large.T)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("trains", ["layers", "a bias"])
+@on_every_rank()
+def test_a_large_frozen_parameter_takes_no_memory_until_it_trains(rank, world_size, stage, trains):
+    found, planned = [], []
+    for steps in (False, True):
+        torch.manual_seed(0)
+        module = Embedded()
+        for p in module.parameters() if trains == "a bias" else ():
+            p.requires_grad_(p is module.second[5].bias)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        options = {"step_in_backward": steps, **STAGES[stage], "bucket_cap_mb": 0.001}
+        model, stepper = sw.wrap(module, optimizer, **options)
+        planned.append(sw.describe()["models"][-1]["gradient_bytes"])
+        x = batch(rank, 48, 16)
+        for step in range(9):
+            if step == 3:
+                for p in module.first.parameters():
+                    p.requires_grad_(True)
+            if step == 5:
+                module.large.requires_grad_(True)
+            model(x + step).square().mean().backward()
+            stepper.step()
+            stepper.zero_grad()
+        found.append(outcome(model, stepper))
+        planned.append(sw.describe()["models"][-1]["gradient_bytes"])
+    assert_equal(found[1], found[0], stage)
+    large = 16 * 512 * 4
+    slices = 1 if stage == "0" else world_size
+    used = planned[2] * (1 if slices == 1 else slices / (1 + slices))
+    assert 0 < used < large / (8 if trains == "layers" else 64), (planned, used)
+    assert planned[3] >= large
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @on_every_rank()
 def test_a_change_between_backward_and_step_raises_and_training_goes_on(rank, world_size, stage):
