@@ -19,7 +19,7 @@ LINES = {
     "shardwright/integrations": 3_258,
     "shardwright/layout": 1_278,
     "shardwright/observe": 1_479,
-    "shardwright/optim": 4_550,
+    "shardwright/optim": 4_552,
     "shardwright/options": 1_203,
     "shardwright/parallel": 6_268,
     "shardwright/parameters": 5_141,
