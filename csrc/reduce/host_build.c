@@ -65,12 +65,11 @@ static sw_gradient_sizes sizes_of(host_rounds *host)
 
 static void bind_ring(host_rounds *host)
 {
-    bool takes = host->base.takes_means; /* each frozen bucket then has its place from the start */
-    host->ring_bytes = sw_host_rounds_lay_ring(host, takes);
+    host->ring_bytes = sw_host_rounds_lay_ring(host, false);
     for (size_t i = 0; !sw_host_rounds_is_in_place(host) && i < host->base.layout.bucket_count;
          ++i) {
         host_bucket *b = &host->buckets[i];
-        if (takes) /* two results overlap where two contributions do */
+        if (host->base.takes_means) /* two results overlap where two contributions do */
             b->result_offset_bytes = b->op.offset_bytes / (size_t)host->base.slice_count;
         b->op.kind = SW_OP_REDUCE_SCATTER;
         b->op.result = host->memory->results + b->result_offset_bytes;

@@ -111,7 +111,7 @@ static void host_open(sw_reducer *reducer)
 {
     host_rounds *host = host_of(reducer);
     if (host->ring && host->unfrozen) {
-        host->ring_bytes = sw_host_rounds_lay_ring(host, reducer->takes_means);
+        host->ring_bytes = sw_host_rounds_lay_ring(host, false);
         sw_memory_populate(host->memory->base, host->ring_bytes);
         host->unfrozen = false;
     }

@@ -79,7 +79,8 @@ static inline bool sw_bit_is_set(const uint32_t *bits, size_t i)
 }
 
 /* Set each bucket's place in the ring and the previous bucket at that place. Buckets that never
- * took part get none, unless `with_frozen`. Returns the ring's bytes. */
+ * took part get none, unless `with_frozen`. Returns the ring's bytes; where means share memory, and
+ * places stay once there is memory, the bytes of these buckets. */
 size_t sw_host_rounds_lay_ring(host_rounds *host, bool with_frozen);
 
 /* Return the trailer of `rank` in this round. */

@@ -21,7 +21,7 @@ from .layout.memory import has_memory, without_memory
 from .layout.param_groups import mark_of
 from .optim import moments
 from .optim.clip_grad import clip
-from .optim.in_backward import BackwardOptimizer, check_class
+from .optim.in_backward import BackwardOptimizer, check_class, optimizer_of
 from .optim.master_weights import MasterOptimizer, has_own_masters, without_masters
 from .optim.offload import make_route, make_store
 from .optim.rules import resolve
@@ -142,8 +142,6 @@ def wrap(
     clip_grad_norm, partition = given.clip_grad_norm, given.partition
     if clip_grad_norm is not None and optimizer is None:
         raise ValueError(f"clip_grad_norm={clip_grad_norm!r} needs the optimizer, whose steps begin with it")
-    if given.step_in_backward and optimizer is None:
-        raise ValueError("step_in_backward=True needs the optimizer, which steps in each backward")
     if not isinstance(module, torch.nn.Module):
         swapped = isinstance(module, torch.optim.Optimizer)
         remedy = ": the module comes first, sw.wrap(module, optimizer)" if swapped else ""
@@ -158,6 +156,9 @@ def wrap(
         )
     ignored = {each if isinstance(each, str) else id(each) for each in given.ignored_params}
     members = [p for name, p in module.named_parameters() if id(p) not in ignored and name not in ignored]
+    takes_over = given.step_in_backward and optimizer is None
+    if takes_over and (optimizer := optimizer_of(members)) is None:
+        raise ValueError("step_in_backward=True needs the optimizer, which steps in each backward")
     torch_group = resolve_group(given.process_group, given.device_mesh, trains=True)
     group = host_group(torch_group, given.timeout_s, given.warn_after_s)
     stored = sum(isinstance(each, Stored) for each in (*module.parameters(), *module.buffers()))
@@ -175,7 +176,9 @@ def wrap(
             wrapped._engine.abandon()
         raise
     wrapped._engine.keep()
-    if optimizer is None:
+    if isinstance(optimizer, BackwardOptimizer) and takes_over:
+        optimizer.take_over(members)
+    if optimizer is None or takes_over:
         return wrapped
     if clip_grad_norm is not None:
         clip_before_steps(optimizer, wrapped, clip_grad_norm)

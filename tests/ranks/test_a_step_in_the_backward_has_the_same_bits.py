@@ -16,6 +16,7 @@ from peer import PEER, batch, sw
 from test_hosts_fold_in_two_steps import hosts_of, on_hosts
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import _apply_optimizer_in_backward, _get_in_backward_optimizers
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
@@ -101,6 +102,74 @@ def test_every_stage_and_optimizer_has_the_bits_of_ordinary_steps(rank, world_si
         found.append((train(model, stepper, rank, after=scheduler.step), outcome(model, stepper)))
     assert found[0][0] == found[1][0]
     assert_equal(found[1][1], found[0][1], (stage, optimizer))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, sw.optim.AdamW])
+@on_every_rank()
+def test_optimizers_that_torch_gave_to_parameters_step_on_buckets_too(rank, world_size, stage, kind):
+    own = {"state_dtype": "int8", "seed": 3} if kind is sw.optim.AdamW else {"fused": True}
+    found = []
+    for steps in (False, True):
+        torch.manual_seed(0)
+        module, decay = Mlp(), {True: 0.25, False: 0.0}
+        of = {key: [p for p in module.parameters() if (p.dim() > 1) is key] for key in decay}
+        options = {"lr": 1e-2, **own}
+        if steps:
+            for key, value in decay.items():
+                _apply_optimizer_in_backward(kind, of[key], {**options, "weight_decay": value})
+            old = _get_in_backward_optimizers(module)
+            model = sw.wrap(module, step_in_backward=True, **{**SMALL, **STAGES[stage]})
+            stepper = _get_in_backward_optimizers(model)[0]
+            assert {*_get_in_backward_optimizers(model)} == {stepper}
+            with pytest.raises(IndexError):
+                old[0].param_groups[0]["lr"] = 1.0
+        else:
+            groups = [{"params": of[key], "weight_decay": value} for key, value in decay.items()]
+            model, stepper = sw.wrap(module, kind(groups, **options), **{**SMALL, **STAGES[stage]})
+        losses = []
+        for step in range(4):
+            loss = loss_of(model, rank, step)
+            loss.backward()
+            if steps:
+                assert all(p.grad is None for p in module.parameters())
+            else:
+                stepper.step()
+                stepper.zero_grad()
+            for group in stepper.param_groups:
+                group["lr"] *= 0.5
+            losses.append(loss.item())
+        found.append((losses, outcome(model, stepper)))
+    assert found[0][0] == found[1][0]
+    for group in (*found[0][1][1]["param_groups"], *found[1][1][1]["param_groups"]):
+        del group["params"]
+    assert_equal(found[1][1], found[0][1], (stage, kind))
+
+
+@on_every_rank()
+def test_optimizers_of_parameters_that_are_no_one_optimizer_are_refused(rank, world_size):
+    module = Mlp()
+    first, *rest = module.parameters()
+    _apply_optimizer_in_backward(torch.optim.SGD, [first], {"lr": 0.1})
+    _apply_optimizer_in_backward(torch.optim.Adam, rest, {"lr": 0.1})
+    with pytest.raises(
+        ValueError, match=r"one class of optimizer .*SGD\(\) and .*Adam\(\): pass sw.wrap one optimizer"
+    ):
+        sw.wrap(module, step_in_backward=True)
+    for twice in (True, False):
+        module = Mlp()
+        for seed in (1, 1 if twice else 2):
+            options = {"lr": 0.1, "state_dtype": torch.bfloat16, "seed": seed}
+            parameters = [*module.parameters()][: None if twice else seed]
+            _apply_optimizer_in_backward(sw.optim.AdamW, parameters, options)
+        with pytest.raises(ValueError, match="and one optimizer for each parameter; got"):
+            sw.wrap(module, step_in_backward=True)
+    model = sw.wrap(Mlp(), zero=2)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    with pytest.raises(
+        sw.Error, match=r"sw.wrap\(module, zero=2, step_in_backward=True\) after _apply_optimizer_in_backward"
+    ):
+        model(batch(rank, 6, 7))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -502,6 +571,53 @@ def test_frozen_buckets_between_trained_ones_keep_no_place(rank, world_size, sta
             stepper.zero_grad()
         found.append(outcome(model, stepper))
     assert_equal(found[1], found[0], stage)
+
+
+class Embedded(nn.Module):
+    """A frozen weight of many buckets' size between layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+        self.large = nn.Parameter(torch.randn(16, 512) / 16, requires_grad=False)
+        self.second = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x) @ self.large) @ self.large.T)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("trains", ["layers", "a bias"])
+@on_every_rank()
+def test_a_large_frozen_parameter_takes_no_memory_until_it_trains(rank, world_size, stage, trains):
+    found, planned = [], []
+    for steps in (False, True):
+        torch.manual_seed(0)
+        module = Embedded()
+        for p in module.parameters() if trains == "a bias" else ():
+            p.requires_grad_(p is module.second[5].bias)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        options = {"step_in_backward": steps, **STAGES[stage], "bucket_cap_mb": 0.001}
+        model, stepper = sw.wrap(module, optimizer, **options)
+        planned.append(sw.describe()["models"][-1]["gradient_bytes"])
+        x = batch(rank, 48, 16)
+        for step in range(9):
+            if step == 3:
+                for p in module.first.parameters():
+                    p.requires_grad_(True)
+            if step == 5:
+                module.large.requires_grad_(True)
+            model(x + step).square().mean().backward()
+            stepper.step()
+            stepper.zero_grad()
+        found.append(outcome(model, stepper))
+        planned.append(sw.describe()["models"][-1]["gradient_bytes"])
+    assert_equal(found[1], found[0], stage)
+    large = 16 * 512 * 4
+    slices = 1 if stage == "0" else world_size
+    used = planned[2] * (1 if slices == 1 else slices / (1 + slices))
+    assert 0 < used < large / (8 if trains == "layers" else 64), (planned, used)
+    assert planned[3] >= large
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -163,6 +163,32 @@ def test_rows_of_other_sizes(fresh_ranks):
         team.run(wider_meshes)
 
 
+def steps_in_the_backward(rank, world_size):
+    mesh = mesh_of(world_size)
+    for zero in STAGES:
+        found = []
+        for in_backward in (False, True):
+            torch.manual_seed(0)
+            module = Mlp()
+            settings = {"bucket_cap_mb": 0.001, "device_mesh": mesh["shard"], "step_in_backward": in_backward}
+            model, inner = sw.wrap(module, torch.optim.AdamW(module.parameters(), lr=0.01), **stage(zero, settings))
+            trainer = sw.DiLoCo(model, inner, every=EVERY, fragments=2, device_mesh=mesh)
+            steps(model, trainer, rank, 0, 2 * EVERY + 1)
+            trainer.synchronise()
+            found.append(whole(model))
+        assert all(bits_equal(*pair) for pair in zip(*found, strict=True)), zero
+    module = Mlp()
+    model, inner = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), step_in_backward=True)
+    with pytest.raises(sw.Error, match="step_in_backward=True averages the gradients of every step") as caught:
+        sw.DiLoCo(model, inner, every=EVERY)
+    assert same_everywhere(str(caught.value))
+
+
+def test_rows_may_step_in_the_backward(fresh_ranks):
+    with fresh_ranks(4) as team:
+        team.run(steps_in_the_backward)
+
+
 def resumes(rank, world_size, folder):
     mesh = mesh_of(world_size)
     mine = f"{folder}/{mesh.get_local_rank('replicate')}"

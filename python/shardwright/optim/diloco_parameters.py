@@ -242,6 +242,10 @@ def _module_to_train(model: Any, process_group: Any) -> torch.nn.Module:
         )
     if model._engine.options.zero:
         raise Error(_over_slices(model._engine.options.zero))
+    if model._engine.options.step_in_backward:
+        raise Error(
+            "DiLoCo: step_in_backward=True averages the gradients of every step: leave it out between all ranks"
+        )
     _check_no_groups(model._engine)
     return model.module
 

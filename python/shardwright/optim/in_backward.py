@@ -7,7 +7,7 @@ bucket in index order, then finish(), or cancel() if it fails.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..gradients.sharded_gradient import SteppedGradient
 from ..layout.memory import trim
 from ..parallel.agreement.optimizer_agreement import check_groups
 from ..torch_compat.autograd import set_gradient, unguarded
-from ..torch_compat.optimizers import bare_step, hooks_around
+from ..torch_compat.optimizers import bare_step, hooks_around, optimizers_of, take_hooks
 from .master_weights import masters_in_place
 from .ownership import Entry
 from .rules import is_elementwise, name_of
@@ -50,6 +50,33 @@ def check_class(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def optimizer_of(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer | None:
+    """Return one optimizer with the groups and the state of those of _apply_optimizer_in_backward; None if there are none."""
+    pairs = [(p, each) for p in parameters for each in optimizers_of(p)]
+    groups: list[dict[str, Any]] = []
+    made: dict[str, tuple[Any, dict[str, Any]]] = {}
+    for parameter, each in pairs:
+        values = {key: value for key, value in each.param_groups[0].items() if key != "params"}
+        given: dict[str, Any] = next(iter(getattr(parameter, "_optimizer_kwargs", ())), {})
+        others = {key: value for key, value in given.items() if key not in values}
+        made[f"{name_of(each)}({', '.join(f'{key}={value}' for key, value in others.items())})"] = type(each), others
+        group = next((one for one in groups if {**one, "params": 0} == {**values, "params": 0}), None)
+        if group is None:
+            groups.append(group := {**values, "params": []})
+        group["params"].append(parameter)
+    if not pairs:
+        return None
+    if len(made) > 1 or len(pairs) > len({id(p) for p, _ in pairs}):
+        raise ValueError(
+            "step_in_backward=True takes one class of optimizer from _apply_optimizer_in_backward, and one optimizer for each parameter; got "
+            f"{len(pairs)} of {' and '.join(made)}: pass sw.wrap one optimizer of all parameters"
+        )
+    kind, others = next(iter(made.values()))
+    optimizer: torch.optim.Optimizer = kind(groups, **others)
+    optimizer.state.update((p, each.state[p]) for p, each in pairs if each.state.get(p))
+    return optimizer
+
+
 class BackwardOptimizer(ShardedOptimizer):
     """The optimizer that `sw.wrap(module, optimizer, step_in_backward=True)` returns: step() finds its work done."""
 
@@ -57,6 +84,8 @@ class BackwardOptimizer(ShardedOptimizer):
     _members_were: Sequence[Sequence[int]] = ()
     #: True from the end of a round to step()
     has_stepped = False
+    #: True if the end of a round calls step(), as after _apply_optimizer_in_backward
+    _ends_itself = False
     _digest = 0
 
     def __init__(self, *given: Any) -> None:
@@ -67,6 +96,16 @@ class BackwardOptimizer(ShardedOptimizer):
     def _attach(self) -> None:
         self.replica.steppers.unlike_steps = _UNLIKE
         self.replica.gradients.step_by(self)
+
+    def take_over(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take the place of the optimizers of optimizer_of(), whose hooks would step on this rank's gradient alone."""
+        taken = [p for p in parameters if optimizers_of(p)]
+        take_hooks(taken)
+        for each in taken:
+            for old in optimizers_of(each):
+                old.param_groups = []  # a rate that is set there would change nothing
+            optimizers_of(each)[:] = [self]
+        self._ends_itself = True
 
     def follow(self, replicas: Any) -> None:
         super().follow(replicas)
@@ -139,6 +178,8 @@ class BackwardOptimizer(ShardedOptimizer):
             trim()
         members = (entry for entry in self._members() if replica.reducer.used_by_any(entry.at))
         replica.access.count_writes([entry.member for entry in members])
+        if self._ends_itself:
+            self.step()
 
     def cancel(self) -> None:
         """End a round that has failed."""

@@ -135,8 +135,8 @@ class Options:
     step_in_backward : bool
         On CPUs, for the elementwise optimizers of torch.optim and sw.optim: the backward steps on each bucket as its mean
         is complete, and frees its gradients, with the bits of ordinary steps. `.grad` then raises if it is read, and
-        optimizer.step() only counts. Not with clipping by the norm, GradScaler, no_sync() or closures
-        (docs/optimizers.md).
+        optimizer.step() only counts. Not with clipping by the norm, GradScaler, no_sync() or closures. Without an
+        optimizer it takes over those of torch's _apply_optimizer_in_backward (docs/optimizers.md).
     groups : dict of str or Module to DeviceMesh or ProcessGroup, optional
         Parameters that are replicated over fewer ranks (experts), and those ranks. A key is a module, or a pattern of
         fnmatch for names of parameters or of modules around them ("layers.*.experts"). The parameters must be DTensors

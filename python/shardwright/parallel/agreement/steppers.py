@@ -220,16 +220,18 @@ def adopt_steps_in_backward(replica: Any) -> None:
     """Make torch's _apply_optimizer_in_backward step after the round's means are complete; raise Error at zero >= 1.
 
     torch's hooks, which step on a local gradient as soon as it exists, are removed, except those of ignored parameters.
-    A backward that does not synchronise steps nothing.
+    A backward that does not synchronise steps nothing. With step_in_backward=True parameters have the BackwardOptimizer.
     """
-    stepped = [(name, p) for name, p in zip(replica.table.names, replica.table.module_parameters) if optimizers_of(p)]
+    own, table = replica.steppers.sliced(), replica.table
+    found = zip(table.names, table.module_parameters)
+    stepped = [(name, p) for name, p in found if any(each not in own for each in optimizers_of(p))]
     if not stepped:
         return
     if replica.zero:
         raise Error(
             f"parameter {stepped[0][0]!r} has an optimizer that steps inside the backward (_apply_optimizer_in_backward), on the whole "
-            f"parameter: zero={replica.zero} steps on slices; give sw.wrap(module, optimizer, zero={replica.zero}, step_in_backward=True) an "
-            "ordinary optimizer, or wrap with zero=0"
+            f"parameter: zero={replica.zero} steps on slices; call sw.wrap(module, zero={replica.zero}, step_in_backward=True) after "
+            "_apply_optimizer_in_backward, give it an ordinary optimizer, or wrap with zero=0"
         )
     parameters = [parameter for _, parameter in stepped]
     take_hooks(parameters)
