@@ -32,12 +32,14 @@ KINDS = (
     "of_stages",
     "of_saved_tensors",
     "of_offloaded_tensors",
+    "of_home_tensors",
 )
 #: file -> the scene that reaches most of it, which runs first
 FIRST = {
     "device_stage.c": "of_saved_tensors",
     "device_offload.c": "of_offloaded_tensors",
-    "device_units.c": "of_tensors",
+    "device_units.c": "of_home_tensors",
+    "device_home.c": "of_home_tensors",
     "device_rounds.c": "of_tensors",
     "device_norm.c": "of_tensors",
 }

@@ -5,7 +5,7 @@
  * stream averages bucket after bucket; the consumer, the stream in use as the round ends, runs the
  * optimizer. The events and their purposes:
  *
- *   producer --ready[b]--> comm      a bucket is averaged after it was written, beside the backward
+ *   producer --met--> comm           a bucket is averaged after it was written, beside the backward
  *   comm --done[b]--> consumer       the optimizer reads bucket b after its mean
  *   consumer --consumed--> producer  the next round writes a bucket after the optimizer has read it
  *   comm --gathered--> host          which gradients some rank used; only a rank that left one
@@ -52,7 +52,7 @@ typedef struct device_bucket {
                    part */
     void *kept; /* owned: this rank's slice of its row's sum; NULL: none yet */
     sw_stream_set producers;
-    sw_event *ready, *done; /* owned */
+    sw_event *done; /* owned */
 } device_bucket;
 
 typedef struct device_rounds {
@@ -134,10 +134,8 @@ static sw_status create_events(device_rounds *d, sw_error *err)
     SW_TRY(ops->event_create(d->device, &d->consumed, err));
     SW_TRY(ops->event_create(d->device, &d->gathered, err));
     SW_TRY(ops->event_create(d->device, &d->told, err));
-    for (size_t b = 0; b < d->base.layout.bucket_count; ++b) {
-        SW_TRY(ops->event_create(d->device, &d->buckets[b].ready, err));
+    for (size_t b = 0; b < d->base.layout.bucket_count; ++b)
         SW_TRY(ops->event_create(d->device, &d->buckets[b].done, err));
-    }
     return ops->event_create(d->device, &d->packed, err);
 }
 
@@ -208,7 +206,6 @@ static void device_destroy(sw_reducer *reducer)
         (void)!drain(d, NULL);
     for (size_t b = 0; d->buckets && b < reducer->layout.bucket_count; ++b) {
         free(d->buckets[b].producers.stream);
-        ops->event_destroy(d->device, d->buckets[b].ready);
         ops->event_destroy(d->device, d->buckets[b].done);
         ops->memory_free(d->device, d->buckets[b].kept);
     }
@@ -502,13 +499,10 @@ bool sw_reducer_reads_gradients(const sw_reducer *reducer)
 /* Copy the gradients behind the mean that leaves the place. */
 static sw_status pack_behind_means(device_rounds *d, const bucket *b, sw_error *err)
 {
-    const sw_device_ops *ops = d->device->ops;
-    device_bucket *own = &d->buckets[b->index];
-    SW_TRY(ops->event_record(d->device, own->ready, d->stream, err));
-    SW_TRY(ops->stream_wait(d->device, d->comm->stream, own->ready, err));
+    SW_TRY(sw_device_comm_follow(d->comm, d->comm->stream, d->stream, err));
     SW_TRY(launch_pack(d, d->comm->stream, err));
-    SW_TRY(ops->event_record(d->device, d->packed, d->comm->stream, err));
-    d->packing = &own->producers;
+    SW_TRY(d->device->ops->event_record(d->device, d->packed, d->comm->stream, err));
+    d->packing = &d->buckets[b->index].producers;
     return SW_OK;
 }
 
@@ -573,12 +567,8 @@ static sw_status end_mean(device_rounds *d, const bucket *b, sw_error *err)
 static sw_status device_post(sw_reducer *reducer, bucket *b, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
-    const sw_device_ops *ops = d->device->ops;
-    device_bucket *own = &d->buckets[b->index];
-    if (!d->sliced) {
-        SW_TRY(ops->event_record(d->device, own->ready, d->stream, err));
-        SW_TRY(ops->stream_wait(d->device, d->comm->stream, own->ready, err));
-    }
+    if (!d->sliced)
+        SW_TRY(sw_device_comm_follow(d->comm, d->comm->stream, d->stream, err));
     SW_TRY(add_kept(d, b, err));
     const sw_device_range whole = whole_of(d, b);
     if (d->sliced)

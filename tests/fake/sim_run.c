@@ -95,10 +95,25 @@ void sim_pop(sw_cu_stream stream)
     sim.idle_polls = 0;
 }
 
+/* Return the record that makes `event` reach `generation`, and its stream; NULL if it is not
+ * enqueued.
+ */
+static sim_op *find_record(const struct CUevent_st *event, uint64_t generation,
+                           sw_cu_stream *stream)
+{
+    for (*stream = sim.streams; *stream; *stream = (*stream)->next)
+        for (sim_op *op = (*stream)->first; op; op = op->next)
+            if (op->kind == OP_RECORD && op->event == event && op->generation == generation)
+                return op;
+    return NULL;
+}
+
 static bool is_ready(const sim_op *op)
 {
+    sw_cu_stream stream;
     if (op->kind == OP_WAIT)
-        return op->event->done >= op->generation;
+        return op->event->done >= op->generation && /* later records on other streams may have run */
+               !find_record(op->event, op->generation, &stream);
     if (op->kind == OP_COLLECTIVE)
         return sim.collective_ready((sim_op *)(uintptr_t)op);
     return op->kind != OP_AWAIT_NUMBER || sim_number_has_come(op);
@@ -153,19 +168,6 @@ void sim_elapse(void)
 {
     while (run_any())
         continue;
-}
-
-/* Return the record that makes `event` reach `generation`, and its stream; NULL if it is not
- * enqueued.
- */
-static sim_op *find_record(const struct CUevent_st *event, uint64_t generation,
-                           sw_cu_stream *stream)
-{
-    for (*stream = sim.streams; *stream; *stream = (*stream)->next)
-        for (sim_op *op = (*stream)->first; op; op = op->next)
-            if (op->kind == OP_RECORD && op->event == event && op->generation == generation)
-                return op;
-    return NULL;
 }
 
 /* Run the operations that `until` (NULL: the whole stream) needs, and no more. */

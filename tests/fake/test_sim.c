@@ -120,9 +120,13 @@ static sw_status play(gpu_rank *self, scene *s)
     SW_TRY(ops->copy_async(self->device, s->other, s->memory, size, s->second, err));
     SW_TRY(ops->copy_async(self->device, s->pinned, s->other, BYTES, s->second, err));
     SW_TRY(ops->event_record(self->device, s->end, s->second, err));
+    /* elsewhere, where it happens at once; the wait above stays one for the first stream */
+    SW_TRY(ops->event_record(self->device, s->event, self->all->stream, err));
+    SW_TRY(ops->event_wait(self->device, s->event, TIMEOUT_NS, "a later record", err));
     if (planted != NO_HOST_WAIT)
         SW_TRY(ops->event_wait(self->device, s->end, TIMEOUT_NS, "the scene", err));
     self->sim->host_access(s->pinned, BYTES, SW_ACCESS_READ, "the scene");
+    check(planted != NONE || *(const char *)s->pinned == 1, "a wait ended with a later record");
     sw_cast_args args = {.to = s->other, .numel = BYTES / 2};
     SW_TRY(sw_kernel_launch(&self->kernels, SW_KERNEL_CAST, &args, s->second, err));
     SW_TRY(use_twice(self, s, planted != UNSETTLED));

@@ -118,7 +118,8 @@ def backward(model, step, rank, share=1.0):
     generator = torch.Generator().manual_seed(100 * step + rank)
     x, y = torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, 1, generator=generator)
     found, balance = model(x)
-    loss = share * (nn.functional.mse_loss(found, y) + 0.01 * balance)
+    # torch 2.11's backward refuses a loss of two dtypes
+    loss = share * (nn.functional.mse_loss(found.to(y.dtype), y) + 0.01 * balance)
     loss.backward()
     return loss.item()
 

@@ -73,6 +73,13 @@ class Simulated(Cpu):
         assert self._gpus.devices.waits[before:] == []
 
     @contextlib.contextmanager
+    def side_stream(self) -> Iterator[None]:
+        self.synchronize()
+        with self._gpus.other_stream():
+            yield
+            self.synchronize()
+
+    @contextlib.contextmanager
     def short_queue(self) -> Iterator[None]:
         self._gpus.limit_queue(QUEUE)
         try:

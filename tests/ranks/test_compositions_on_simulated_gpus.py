@@ -32,6 +32,7 @@ KINDS = (
     "of_offloaded_tensors",
     "of_saved_tensors",
     "of_tensors",
+    "of_home_tensors",
 )
 
 
@@ -76,17 +77,22 @@ def of_tensors(zero: Any, rank: int) -> Any:
     return sw.full_state_dict(model), norms
 
 
-def of_offloaded_tensors(zero: Any, rank: int) -> Any:
+def of_offloaded_tensors(zero: Any, rank: int, offload: Any = "cpu") -> Any:
     """With AdamW's state on the host, at the stages that have it."""
     mesh = tensors.mesh_of(2, 2)
     model = tensors.parallelized(mesh)
     options = {"share_parameters": False} if zero == "private" else {}
     optimizer = sw.optim.AdamW(model.parameters(), lr=1e-2)
     zero = 3 if zero == "private" else zero or 1
-    model, optimizer = tensors.sw.wrap(model, optimizer, zero=zero, device_mesh=mesh["dp"], offload="cpu", **options)
+    model, optimizer = tensors.sw.wrap(model, optimizer, zero=zero, device_mesh=mesh["dp"], offload=offload, **options)
     norms = tensors.train(model, optimizer, mesh.get_local_rank("dp"), 2, 0.7)
     tensors.train(model, optimizer, mesh.get_local_rank("dp"), 1, first=2)  # no norm, for which the host waits
     return sw.full_state_dict(model), norms
+
+
+def of_home_tensors(zero: Any, rank: int) -> Any:
+    """With slices of parameters and means on the host, too, which is possible at zero=3 alone."""
+    return of_offloaded_tensors("private" if zero == "private" else 3, rank, {"parameters": "cpu", "optimizer": "cpu"})
 
 
 def of_saved_tensors(zero: Any, rank: int) -> Any:

@@ -151,6 +151,20 @@ def records(gpus: SimulatedGpus, rank: int, world_size: int, shape: str) -> None
     assert 0 <= sent - 2 * each * _engine.block_record_bytes(32, 8) <= BESIDE, (sent, each)
 
 
+def test_powersgd_exchanges_between_all_ranks_wherever_they_are(teams: Any, paths: dict[str, str]) -> None:
+    run(teams, 4, paths, low_rank)
+
+
+def low_rank(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    for zero in (0, 1, 2, 3):
+        found = []
+        for host_of in ([0, 0, 0, 0], MAPS["2 x 2"], MAPS["3 + 1"]):
+            compress = sw.PowerSGD(2, min_compression_rate=1)
+            gpus.set_node(host_of[rank])
+            found.append(trained(gpus, rank, host_of, plain, torch.float32, zero=zero, compress=compress)[0])
+        assert all(bits_equal(a, b) for other in found[1:] for a, b in zip(other, found[0], strict=True)), zero
+
+
 def test_a_mesh_across_hosts_has_the_bits_of_zero_0(teams: Any, paths: dict[str, str]) -> None:
     run(teams, 4, paths, on_a_mesh)
 

@@ -297,7 +297,11 @@ class StorageReader(TorchStorageReader):
 
     def read_metadata(self, *args: Any) -> Metadata:
         self._folder = None  # the checkpoint may have been replaced
-        folder = self._open()
+        try:
+            folder = self._open()
+        except Exception as error:  # torch 2.11's says only "metadata is None"
+            _logger.error("%s", error)
+            raise
         found: dict[str, Any] = {name: torch_metadata.BytesStorageMetadata() for name in self._found.objects}
         for name, stored in self._found.tensors.items():
             shape, of_it = torch.Size(stored.torch_shape), torch_metadata.TensorProperties(dtype=stored.torch_dtype)

@@ -14,6 +14,7 @@ from ..backend.device_link import DeviceLink
 from ..gradients.sharded_gradient import ShardedGradient
 from ..layout.views import dense_strides
 from ..torch_compat import cuda
+from ..torch_compat.autograd import increment_versions
 
 #: dtypes that the kernels multiply with the bits of torch's mul_
 SCALED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -63,8 +64,7 @@ class DeviceClip:
         gradients, self._gradients = [each for each in self._gradients if each.numel()], []
         dense = [each for each in gradients if _is_plain(each)]
         self._link.scale(dense, self._factor)
-        for gradient in dense:
-            torch.autograd.graph.increment_version(gradient)
+        increment_versions(dense)
         for gradient in gradients:
             if not _is_plain(gradient):
                 gradient.copy_(gradient.float() * self._factor)

@@ -18,6 +18,7 @@ from torch.optim.optimizer import ParamsT
 from .. import _engine
 from ..layout.views import dtype_name
 from ..torch_compat import cuda
+from ..torch_compat.autograd import increment_versions
 from ..torch_compat.dtensor import held_tensor, is_dtensor, placed_as, waited
 from . import moments
 from .device_clip import DeviceClip
@@ -239,12 +240,12 @@ class _Fused(torch.optim.Optimizer):
 
     def _written(self, lists: _Lists, masters: list[Tensor]) -> None:
         params = lists.params
-        _increment_versions(params)
+        increment_versions(params)
         if self._clip is not None:
-            _increment_versions(lists.grads)
+            increment_versions(lists.grads)
             self._clip.count_stepped(lists.grads)
         if masters:
-            _increment_versions(masters)
+            increment_versions(masters)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's format. Blocks of int8 that are not in row-major order, or of a DTensor's shard, are decoded."""
@@ -308,15 +309,6 @@ def _with_strides_of(like: Tensor, tensor: Tensor) -> Tensor:
     if tensor.stride() == like.stride():
         return tensor
     return torch.empty_like(like, dtype=tensor.dtype, device=tensor.device, requires_grad=False).copy_(tensor)
-
-
-def _increment_versions(tensors: list[Tensor]) -> None:
-    """Bump versions for the engine's writes, so that a backward through an old value fails."""
-    try:
-        torch.autograd.graph.increment_version(tensors)
-    except (RuntimeError, TypeError):  # older torch takes a single tensor
-        for tensor in tensors:
-            torch.autograd.graph.increment_version(tensor)
 
 
 class _AdamStep(_Fused):

@@ -29,6 +29,7 @@ from ..comm.process_group import HostGroup
 from ..comm.waits import calling
 from ..layout.param_table import ParameterTable
 from ..layout.shard_mesh import Slicing
+from ..torch_compat.autograd import increment_versions
 from ..torch_compat.state_dicts import hook_loading
 from ..torch_compat.weak import weakly
 from .drift import DriftCheck
@@ -139,8 +140,7 @@ class ParameterAccess:
 
     def count_writes(self, parameters: Iterable[torch.Tensor]) -> None:
         """Bump the version counters of parameters that were written through other tensors, for autograd and other readers."""
-        for parameter in parameters:
-            torch.autograd.graph.increment_version(parameter)
+        increment_versions([*parameters])
         drift = self.drift()
         if drift is not None:
             drift.accept_writes()

@@ -216,8 +216,7 @@ class Unit:
         ]
 
     def _read_versions(self) -> list[int]:
-        with _hooks.unguarded():
-            return list(map(_version_of, self.parameters))
+        return list(map(_version_of, self.parameters))  # which are whole, and so not guarded
 
     def find_written(self) -> str | None:
         """Return the name of a parameter written since note_versions(), or through `.data` since note_samples(), which ends."""
@@ -270,8 +269,7 @@ class ComputeForm(Unit):
 
     def count_writes(self) -> None:
         """Bump the version counter, so that autograd detects changed saved values."""
-        for each in self.whole:
-            torch.autograd.graph.increment_version(each)
+        _hooks.increment_versions(self.whole)
 
     def _read_versions(self) -> list[int]:
         return list(map(_version_of, self.whole))

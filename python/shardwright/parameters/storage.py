@@ -17,6 +17,7 @@ import torch
 from .._engine import Reducer
 from ..backend.base import Backend, Request
 from ..layout.shard_runs import Copies, Storage
+from ..torch_compat.autograd import increment_versions
 from ..torch_compat.engine_storage import engine_tensor
 from ..torch_compat.weak import weakly
 
@@ -79,8 +80,7 @@ class ParameterMemory(Storage):
         return parameter if self._is_written else self._narrow.get(id(parameter), parameter)
 
     def accept_writes(self) -> None:
-        for each in self._narrow.values():
-            torch.autograd.graph.increment_version(each)
+        increment_versions([*self._narrow.values()])
 
     def adopt(self, index: int) -> None:
         """Move a parameter. If it trains, publish() gathers its whole bucket from now on."""

@@ -274,7 +274,8 @@ class UnitSchedule:
         for unit in self.units:
             if isinstance(unit, ComputeForm):
                 unit.count_writes()
-            unit.note_versions()
+            if self._units.is_whole(unit.number):  # else its next gather notes them
+                unit.note_versions()
 
     def _release_if_idle(self, unit: Unit) -> None:
         if not (unit.running or unit.opened or self._keepers) and unit.pin is NOT_PINNED:
@@ -456,14 +457,11 @@ class UnitSchedule:
 
     def addresses(self) -> dict[int, int]:
         """Map the number of each parameter that can be released to the expected address of its data."""
-        is_whole = self._units.is_whole
-        return {
-            index: address
-            for unit in self._plain
-            for index, address in zip(
-                unit.indices, unit.whole_addresses if is_whole(unit.number) else unit.released_addresses
-            )
-        }
+        found = dict[int, int]()
+        for unit in self._plain:
+            is_whole = self._units.is_whole(unit.number)
+            found.update(zip(unit.indices, unit.whole_addresses if is_whole else unit.released_addresses))
+        return found
 
     def mapped(self) -> list[tuple[int, int]]:
         """Return (address, bytes) of the units that are whole."""

@@ -161,6 +161,15 @@ def explain_backwards(explain: Callable[[BaseException], None]) -> None:
         torch.autograd._engine_run_backward = explained(run, explain)
 
 
+def increment_versions(tensors: list[torch.Tensor]) -> None:
+    """Bump versions for the engine's writes, so that a backward through an old value fails."""
+    try:
+        torch.autograd.graph.increment_version(tensors)
+    except (RuntimeError, TypeError):  # older torch takes a single tensor
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
+
+
 def raw_stream(ordinal: int) -> int:
     """Return the address of the stream that torch enqueues on now, in this thread, on GPU `ordinal`."""
     if _raw_stream is not None:

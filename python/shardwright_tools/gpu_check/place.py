@@ -53,6 +53,15 @@ class Gpu:
         return contextlib.nullcontext(self)
 
     @contextlib.contextmanager
+    def side_stream(self) -> Iterator[None]:
+        """A context in which torch enqueues on a stream of its own; its default stream then waits for that."""
+        stream, default = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
+        stream.wait_stream(default)
+        with torch.cuda.stream(stream):
+            yield
+        default.wait_stream(stream)
+
+    @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
         """A context in which torch's stream is captured into a CUDA graph."""
         with torch.cuda.graph(torch.cuda.CUDAGraph()):

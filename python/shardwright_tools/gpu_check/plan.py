@@ -10,7 +10,7 @@ from shardwright import _engine_check
 
 #: tools of compute-sanitizer
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
-ARMS = ("DDP", "FSDP2", "zero=0", "zero=3", "zero=0, masters")
+ARMS = ("DDP", "FSDP2", "zero=0", "zero=3", "zero=0, masters", "zero=3, prefetch=2", "zero=0, buckets of 100 MB")
 _STAGES = (0, 1, 2, 3)
 #: what carries bytes between ranks of one card. NCCL does so from 2.30 on; one rank alone runs none of its threads
 WAYS = ("nccl", "shm", "ipc")
@@ -124,4 +124,7 @@ BANDWIDTHS = (
 #: kernels that are compared on one array above 4 GiB
 LARGE = ("PACK", "FOLD of 8 slices", "CAST", "NORM", "AdamW")
 #: rows of promises.py
-PROMISES = ("save and load", "offload", "GradScaler", "checkpoint_units", "no host wait", "capture refused")
+PROMISES = (
+    *("save and load", "offload", "GradScaler", "checkpoint_units", "side stream", "compiled blocks", "no host wait"),
+    "capture refused",
+)

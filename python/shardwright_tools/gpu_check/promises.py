@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -78,6 +79,29 @@ def _recomputed(place: Any) -> bool:
     return _same(*found)
 
 
+def _side_stream(place: Any) -> bool:
+    """Train on a stream beside torch's default one."""
+    found = []
+    for stream in (contextlib.nullcontext, place.side_stream):
+        model, optimizer = _wrapped(place, zero=2)
+        with stream():
+            _steps(place, model, optimizer, 0)
+        found.append(whole(model, optimizer))
+    return _same(*found)
+
+
+def _compiled(place: Any) -> bool:
+    """Train with compiled blocks. The backend needs no compiler on the machine."""
+    found = []
+    for is_compiled in (False, True):
+        model, optimizer = _wrapped(place, zero=3, units=Product)
+        for each in model.module.parts if is_compiled else ():
+            each.compile(backend="aot_eager")
+        _steps(place, model, optimizer, 0)
+        found.append(whole(model, optimizer))
+    return _same(*found)
+
+
 def _no_wait(place: Any) -> bool:
     """Step at every stage without a wait of the host, torch's or ours."""
     for zero in (0, 1, 2, 3):
@@ -111,6 +135,8 @@ _PROMISES: dict[str, Callable[[Any], bool]] = {
     "offload": _offload,
     "GradScaler": _loss_scale,
     "checkpoint_units": _recomputed,
+    "side stream": _side_stream,
+    "compiled blocks": _compiled,
     "no host wait": _no_wait,
     "capture refused": _capture,
 }

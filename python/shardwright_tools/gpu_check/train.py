@@ -2,7 +2,7 @@
 
 Each arm runs in its own process, for its own peak memory. One rank exchanges no data: the figures show the copies,
 launches and waits that a stage adds to a step. Arms that are compared have optimizer states of the same bytes, in
-bfloat16; the last arm has sw.optim's default, float32 masters and moments, which moves twice as many.
+bfloat16; "masters" is sw.optim's default, float32 masters and moments, which moves twice as many.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def _fsdp2(module: nn.Module, device: torch.device) -> tuple[Any, Any]:
     return module, torch.optim.AdamW(module.parameters(), lr=1e-4, fused=device.type == "cuda")
 
 
-def _ours(zero: Any, *, master: bool = False) -> Callable[[nn.Module, torch.device], tuple[Any, Any]]:
+def _ours(*, master: bool = False, **options: Any) -> Callable[[nn.Module, torch.device], tuple[Any, Any]]:
     def wrap(module: nn.Module, device: torch.device) -> tuple[Any, Any]:
-        model, optimizer = sw.wrap(module, sw.optim.AdamW(module.parameters(), lr=1e-4, master=master), zero=zero)
+        model, optimizer = sw.wrap(module, sw.optim.AdamW(module.parameters(), lr=1e-4, master=master), **options)
         return model, optimizer
 
     return wrap
@@ -83,9 +83,11 @@ def _ours(zero: Any, *, master: bool = False) -> Callable[[nn.Module, torch.devi
 _ARMS = {
     "DDP": (True, _ddp),
     "FSDP2": (True, _fsdp2),
-    "zero=0": (False, _ours(0)),
-    "zero=3": (False, _ours(3)),
-    "zero=0, masters": (False, _ours(0, master=True)),
+    "zero=0": (False, _ours(zero=0)),
+    "zero=3": (False, _ours(zero=3)),
+    "zero=0, masters": (False, _ours(zero=0, master=True)),
+    "zero=3, prefetch=2": (False, _ours(zero=3, prefetch=2)),
+    "zero=0, buckets of 100 MB": (False, _ours(zero=0, bucket_cap_mb=100)),
 }
 
 
