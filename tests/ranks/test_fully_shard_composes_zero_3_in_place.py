@@ -11,6 +11,7 @@ from peer import PEER, batch, engine, sw
 from subjects_of_rows import assert_released
 from test_units_are_whole_only_while_they_run import Block, Blocks, steps, wrap
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 
@@ -20,7 +21,7 @@ def sharded(**options):
     module = Blocks()
     for block in module.blocks:
         sw.fully_shard(block, **options)
-    sw.fully_shard(module)
+    sw.fully_shard(module, **{name: options[name] for name in ("precision",) if name in options})
     return module, torch.optim.AdamW(module.parameters(), lr=1e-2)
 
 
@@ -99,6 +100,26 @@ def test_unshard_and_reshard(rank, world_size):
     block.unshard()
     steps(module, optimizer, rank, 2)  # the next run reads it as it is, and then releases it
     assert_released(module)
+    gather(None)
+
+
+@on_every_rank()
+def test_what_unshard_gathered_is_released_after_the_next_run_in_a_compute_dtype_too(rank, world_size):
+    policy = sw.Precision(torch.bfloat16, reduce_dtype=torch.float32)
+    expected = steps(*sharded(precision=policy), rank, 3)
+    module, optimizer = sharded(precision=policy)
+    for step, gathered in enumerate((module, module.blocks[1], module)):
+        gathered.unshard()
+        loss = module(batch(rank, 6, 7, step=step)).square().mean()
+        if step == 2:
+            module.blocks[0].unshard()  # between forward and backward
+        loss.backward()
+        assert [type(p.grad) for p in module.parameters()] == [DTensor] * len([*module.parameters()])
+        assert_released(module)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1e3)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert float(loss.detach()) == expected[step]
     gather(None)
 
 

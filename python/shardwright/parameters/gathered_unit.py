@@ -257,8 +257,9 @@ class ComputeForm(Unit):
         return self.whole[self._positions[id(parameter)]]
 
     def show_whole(self) -> None:
-        """Show the parameters in their slots; modules read this memory through views of it."""
-        show_whole(self.unit.rows)
+        """Show the parameters in their slots, where views of this memory or copies of the unit's, if that is whole, replace them."""
+        if not self._units.is_whole(self.unit.number):
+            show_whole(self.unit.rows)
 
     def show_released(self) -> None:
         """Show the DTensors, unless the unit itself is whole."""

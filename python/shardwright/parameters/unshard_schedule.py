@@ -404,6 +404,14 @@ class UnitSchedule:
         if self._meet is not None:
             self._meet()
 
+    def _end_run(self, unit: Unit) -> None:
+        """End what unshard() of fully_shard asked for: the unit's next run is over, in whichever form it computed."""
+        for form in (unit, unit.unit) if isinstance(unit, ComputeForm) else (unit,):
+            if form.pin is UNTIL_RUN:
+                form.pin = NOT_PINNED
+                if form is not unit:
+                    self._release_if_idle(form)
+
     def unpin(self, unit: Unit) -> None:
         unit.pin = NOT_PINNED
         self._release_if_idle(unit)
@@ -518,8 +526,7 @@ class UnitSchedule:
         if unannounced or any(map(unit.holds, outputs)):
             self._pin_until_step(unit)
         # the unit that runs last in a forward stays whole until the backward, which begins with it
-        if unit.pin is UNTIL_RUN:
-            unit.pin = NOT_PINNED
+        self._end_run(unit)
         if unit.is_outermost:
             self._turning, self._latest = self._latest, None
             if self._reached is not None and differentiable:
@@ -656,8 +663,7 @@ class UnitSchedule:
                     unit.opened.remove(each)
                     unit.use.live.discard(each[0])
             opened.append(unit)
-            if unit.pin is UNTIL_RUN:
-                unit.pin = NOT_PINNED
+            self._end_run(unit)
         self._open = [unit for unit in opened if unit.opened]
         if not self._tasks and self.pass_over is not None:
             self._forget_holders()
