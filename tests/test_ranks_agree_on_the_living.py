@@ -39,6 +39,8 @@ class Law(NamedTuple):
         return not self.hosts or self.hosts[number] == self.hosts[other]
 
 
+#: the attempt of words that stay: which ranks have ended
+ALWAYS = 0
 MEETS, MET, ENDED, DEAD, STOPPED, COMES = "meets", "met", "ended", "dead", "stopped", "comes"
 #: ranks, then spares; the words of each attempt, by (attempt, key); faults that are left; whether ranks are late
 State = tuple[tuple[Rank, ...], frozenset, int, bool]
@@ -56,11 +58,16 @@ def meant(chosen: list, members: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(each[1:]) if isinstance(each, str) else members[each] for each in chosen)
 
 
+def dead(rank: Rank) -> Rank:
+    """A spare that dies before it has come has said its name to no rank."""
+    return rank._replace(does=DEAD, attempt=0 if rank.does == COMES else rank.attempt)
+
+
 def following(state: State, law: Law) -> Iterator[State]:
     """Yield every state that one move, one fault or one look makes of this one."""
     ranks, words, faults, lates = state
     gone = {number for number, each in enumerate(ranks) if each.does in (DEAD, ENDED)}  # an error ends its process
-    waiting = [n for n, each in enumerate(ranks) if n >= law.full and n not in gone and each.does != COMES]
+    came = [n for n, each in enumerate(ranks) if n >= law.full and each.does != COMES and each.attempt]
 
     def moved(number: int, rank: Rank, faults: int = faults, words: frozenset = words) -> State:
         return (*ranks[:number], rank, *ranks[number + 1 :]), words, faults, lates
@@ -70,12 +77,12 @@ def following(state: State, law: Law) -> Iterator[State]:
             continue
         mates = {at for at in range(len(ranks)) if at not in gone and law.sees(number, at)}
         if faults and (lates or not law.hosts or len(mates) > 1):  # only lateness tells of a whole host
-            yield moved(number, rank._replace(does=DEAD), faults - 1)
+            yield moved(number, dead(rank), faults - 1)
             if lates:
                 yield moved(number, rank._replace(does=STOPPED), faults - 1)
             if lates and law.hosts and number == min(mates):
                 yield (
-                    tuple(each._replace(does=DEAD) if at in mates else each for at, each in enumerate(ranks)),
+                    tuple(dead(each) if at in mates else each for at, each in enumerate(ranks)),
                     words,
                     faults - 1,
                     lates,
@@ -83,7 +90,11 @@ def following(state: State, law: Law) -> Iterator[State]:
         if rank.does == COMES:
             yield moved(number, rank._replace(does=MEETS))
             continue
-        spares = [each for each in waiting if each not in rank.chosen and each not in rank.members]
+        told = {each for (attempt, each), _ in words if attempt == ALWAYS}
+        names = {each: at for at, each in enumerate(rank.members)}
+        names |= {each: name_of(each) for each in came if each not in names}
+        ended = {each for each in gone if each in names and (law.sees(number, each) or each in told)}
+        spares = [each for each in came if each not in rank.chosen | ended and each not in rank.members]
         if rank.does == MET:
             others = [ranks[each] for each in rank.members]
             is_broken = any(each in gone for each in rank.members) or any(
@@ -102,10 +113,10 @@ def following(state: State, law: Law) -> Iterator[State]:
         known = {key: list(value) if isinstance(value, tuple) else value for key, value in said.items()}
         is_member = number in rank.members
         own = rank.members.index(number) if is_member else name_of(number)
-        dead_here = {at for at, each in enumerate(rank.members) if each in gone and law.sees(number, each)}
-        untold = dead_here if law.hosts else set()
-        dead_here |= {name_of(each) for each in gone if each >= law.full and each not in rank.members}
-        sizes = [name_of(each) for each in spares], law.full, law.awaited, sorted(untold)
+        dead_here = {names[each] for each in ended}
+        untold = [names[each] for each in sorted(ended - told)] if law.hosts else []
+        near = {name_of(each): [names[at] for at in rank.members if law.sees(each, at)] for each in spares}
+        sizes = near, law.full, law.awaited, untold
         in_time = regroup.move(own, len(rank.members), law.least, known, dead_here, False, *sizes)
         for is_late in (False, True) if lates else (False,):
             found = regroup.move(own, len(rank.members), law.least, known, dead_here, is_late, *sizes)
@@ -113,7 +124,10 @@ def following(state: State, law: Law) -> Iterator[State]:
                 others = meant(known["members"], rank.members)
                 if not any(ranks[at].does == STOPPED or (at in gone and not law.sees(number, at)) for at in others):
                     continue  # else attempts without end: one that moves is ready in time
-            if found.says is not None:
+            if found.tells is not None:
+                (whom,) = (each for each, at in names.items() if at == found.tells)
+                yield moved(number, rank, words=words | {((ALWAYS, whom), True)})
+            elif found.says is not None:
                 yield moved(number, rank._replace(does=(found.says[0], frozen(found.says[1]))))
             elif found.goes_on is not None:
                 chosen = known.get("members", [])
@@ -218,12 +232,31 @@ def test_a_rank_or_a_host_that_is_lost_ends_in_one_group_of_the_living(faults, l
     assert explore(len(hosts), faults, 1, lates, hosts=hosts) > 100
 
 
-def test_a_protocol_that_tells_other_hosts_nothing_is_caught():
+@pytest.mark.parametrize(
+    ("world_size", "faults", "lates", "hosts"),
+    [(2, 1, False, (0, 1, 1)), (2, 2, False, (0, 0, 1, 1)), (3, 1, False, (0, 0, 1, 1)), (2, 1, True, (0, 1, 1))]
+    + [(2, 1, True, (0, 0, 1)), (3, 2, False, (0, 0, 1, 1)), (3, 1, True, (0, 0, 1, 1)), (2, 2, False, (0, 1, 0, 1))] * LONG,
+)
+def test_spares_of_any_host_leave_no_free_place(world_size, faults, lates, hosts):
+    """`hosts`: of the ranks, then of the spares."""
+    assert explore(world_size, faults, 1, lates, len(hosts) - world_size, hosts=hosts) > 500
+
+
+def test_a_spare_of_the_lost_ranks_host_comes_first():
+    said = {f"here/{each}": True for each in (0, 2)}
+    spares = {"s8": [2, 3], "s9": [0, 1]}  # of the host of ranks 2 and 3, and of the other one
+    assert regroup.move(0, 4, 1, said, {1, 3}, False, spares, 4).says == ("members", [0, "s9", 2, "s8"])
+    assert regroup.move(0, 4, 1, said, {1, 3}, False, {"s8": [2, 3]}, 4).says == ("members", [0, 2, "s8"])
+    assert regroup.move(0, 2, 1, {"here/0": True}, {1}, False, spares, 4).says == ("members", [0, "s9", "s8"])
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_protocol_that_tells_other_hosts_nothing_is_caught(spares):
     def mute(*arguments, move=regroup.move):
         return move(*arguments[:9])
 
     with mock.patch.object(regroup, "move", mute), pytest.raises(AssertionError):
-        explore(4, 2, 1, False, hosts=(0, 0, 1, 1))
+        explore(4 - spares, 2, 1, False, spares, hosts=(0, 0, 1, 1))
 
 
 @pytest.mark.parametrize("fault", ["takes a dead spare", "gives it another place"])

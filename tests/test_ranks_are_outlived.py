@@ -141,14 +141,15 @@ def test_a_spare_that_has_a_place_is_a_rank(tmp_path):
     assert codes_of(parents) == [0, 0] and not folders(tmp_path)
 
 
-def test_what_cannot_be_outlived_is_one_sentence():
+def test_what_cannot_be_outlived_is_one_sentence(tmp_path):
     command = [sys.executable, "-m", "shardwright", "rank"]
     bare = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    far = {**bare, "RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    far = {**bare, "RANK": "0", "WORLD_SIZE": "4"}
     near = {**far, "LOCAL_WORLD_SIZE": "4"}
     for environment, more, sentence in (
         (bare, ["--", "true"], "RANK is not set"),
-        (far, ["--", "true"], "on several hosts"),
+        (far, ["--", "true"], "LOCAL_WORLD_SIZE is not set"),
+        (bare, ["--join", str(tmp_path), "--", "true"], f"no job has come to sw.steps or sw.survive in {tmp_path}"),
         (far, [], "no command given"),
         (near, ["--spares", "-1", "--", "true"], "--spares must be a number from 0, got -1"),
     ):

@@ -11,7 +11,7 @@ from typing import Any
 
 #: name -> the submodule that has it, or is it
 HOMES = {
-    "Board": "comm.regroup",
+    "Board": "comm.board",
     "CheckpointSaver": "_engine",
     "Content": "checkpoint.state.content",
     "DevicePowerSGDState": "compress.device_exchange",
@@ -81,7 +81,7 @@ HOMES = {
     "internals": "torch_compat.internals",
     "calls": "checkpoint.calls",
     "leave": "comm.regroup",
-    "own_member": "comm.regroup",
+    "own_member": "comm.board",
     "spares": "comm.spares",
     "inventory": "checkpoint.inventory",
     "is_finite": "parallel.agreement.replica_check",

@@ -264,11 +264,14 @@ def alone(rank, world_size, folder, why):
     os.makedirs(f"{folder}/start")
     os.environ |= {spares.START: f"{folder}/start", spares.SPARE: f"{folder}/spare"}
     member = own_member()
-    if why == "ended":
+    if why != "late":
         os.mkdir(f"{folder}/attempts")
+    if why == "ended":
         member = member._replace(start=1)
     spares._begun = 1
-    why == "late" or spares.publish(spares.Job(f"{folder}/attempts", [member] * 3, "gloo", 60.0, {}))
+    why == "late" or spares.publish(spares.Job(f"{folder}/attempts", [member] * 3, "gloo", 60.0, {}), 0)
+    if why == "removed":
+        os.rename(f"{folder}/attempts", f"{folder}/old")
     spares._begun = 0
     with sw.Checkpointer(folder, model, optimizer) as checkpoints, pytest.raises(sw.Error) as caught:
         next(sw.steps(checkpoints, 2))

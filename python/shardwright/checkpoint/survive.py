@@ -26,9 +26,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import CommTimeoutError, Error
 from ..comm import spares as waiting
+from ..comm.board import ATTEMPTS, Member, own_member
 from ..comm.failures import reports_peer
 from ..comm.process_group import abort_all
-from ..comm.regroup import Finished, Member, Regroup, own_member
+from ..comm.regroup import Finished, Regroup
 from ..optim.sharded import ShardedOptimizer
 from ..options.checks import count
 from ..torch_compat.internals import group_timeout
@@ -49,8 +50,6 @@ _SEEN_S = 1.0
 _TRIES = 3
 #: the number of no step: train() has returned on all ranks
 _ENDED = -1
-#: in the directory of checkpoints, the folder in which the ranks of one start meet
-_FOLDER = ".attempts-"
 
 
 class Step(int):
@@ -203,8 +202,7 @@ class _Job:
             folder = peers.first(self._make_folder, "the folder of attempts")
             members = [Member(*each) for each in peers.exchange(own_member(), "processes of ranks")]
             found = waiting.Job(folder, members, dist.get_backend(), timeout.total_seconds(), {})
-            if own == 0:
-                waiting.publish(found)
+            waiting.publish(found, own)
         awaited = spares if waiting.can_come() else 0
         limits: dict[str, Any] = {"least": min_ranks, "wait_s": wait_s, "awaited": awaited, "backend": found.backend}
         self._ranks = Regroup(found.folder, found.members, own, timeout=timedelta(seconds=found.timeout_s), **limits)
@@ -213,9 +211,9 @@ class _Job:
         """Return a new folder of attempts, in place of earlier ones."""
         directory = self._checkpointer.directory
         for name in os.listdir(directory):
-            if name.startswith(_FOLDER):
+            if name.startswith(ATTEMPTS):
                 shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
-        folder = os.path.join(directory, _FOLDER + secrets.token_hex(8))
+        folder = os.path.join(directory, ATTEMPTS + secrets.token_hex(8))
         os.mkdir(folder, 0o700)
         return folder
 
@@ -275,6 +273,7 @@ class _Job:
             try:
                 number = self.recover()
             except Finished:
+                waiting.end_loop("done")
                 raise SystemExit(0) from None
             if torch.equal(torch.get_rng_state(), self._seeded):
                 _logger.warning(

@@ -34,6 +34,7 @@ from ..torch_compat.internals import default_store, make_gloo
 from ..torch_compat.interrupts import check_interrupt
 from . import account, wire
 from .attempt import attempt_store
+from .board import place
 from .failures import report_failures
 from .launch import Launch, read_launch
 from .rendezvous import SECRET_BYTES, Line, Meeting, Rendezvous, assembly_of, no_thread
@@ -131,7 +132,7 @@ class HostGroup:
             failure = str(error)
         cores = hex(sum(1 << core for core in os.sched_getaffinity(0)))
         address = "" if failure else self.comm.address
-        line = Line(self.rank, address, host, _place(), torch.get_num_threads(), cores, failure)
+        line = Line(self.rank, address, host, place(), torch.get_num_threads(), cores, failure)
         try:
             if self.world_size == 1 and failure:
                 raise MemoryError(f"rank 0 on host {host} cannot join: {failure}")
@@ -250,15 +251,6 @@ def row_major(tensors: Sequence[torch.Tensor], label: str) -> Iterator[list[torc
     for tensor, copy in zip(plain, dense):
         if copy is not tensor:
             tensor.copy_(copy)
-
-
-def _place() -> str:
-    """Return a text that is equal for processes of one running kernel and network namespace; empty if unknown."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return ""
 
 
 #: count of rendezvous by the name and the ranks of their group: equal on these ranks

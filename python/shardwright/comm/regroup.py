@@ -9,9 +9,7 @@ lost rank. move() is the whole protocol. A test explores it with every order of 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import secrets
 import select
 import signal
 import socket
@@ -19,6 +17,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from .._engine import Error
 from ..torch_compat.internals import default_store, end_groups, set_group_timeout
 from . import process_group
 from .account import is_running, state_of
+from .board import ENDED, SPARES, Board, Member, own_member
 from .rendezvous import comm_error
 from .waits import Wait
 
@@ -43,20 +43,12 @@ class Finished(Exception):
     """Raised by meet(): all ranks have ended their last step, and some have left."""
 
 
-class Member(NamedTuple):
-    """A rank's process. `place`: equal where processes see one another's numbers."""
-
-    pid: int
-    start: int
-    place: str
-    host: str
-
-
 class Move(NamedTuple):
-    """What a rank does next: say a word, (key, value), if any; or end with an outcome: the numbers that go on, or a reason."""
+    """What a rank does next: say a word, (key, value), or that `tells` has ended, if any; or end with an outcome."""
 
     says: tuple[str, Any] | None = None
     goes_on: bool | None = None  # None: look again
+    tells: int | str | None = None
 
 
 def move(
@@ -66,20 +58,19 @@ def move(
     said: Mapping[str, Any],
     dead: Collection[int | str],
     is_late: bool,
-    spares: Sequence[str] = (),
+    spares: Mapping[str, Collection[int]] = MappingProxyType({}),
     full: int = 0,
     awaited: int = 0,
-    untold: Collection[int | str] = (),
+    untold: Sequence[int | str] = (),
 ) -> Move:
     """Return the next move of member `own` of `count` in one attempt, from what was `said` in it and which members are `dead`.
 
     `is_late`: this rank no longer waits for living members that have not come, or not said that they are ready. `spares`: names of
-    living spares that wait; such a name is the `own` of a spare. The group grows up to `full` ranks. For `awaited` lost ranks the
-    others wait until a spare is there. `untold`: members on this rank's host that have ended, if there are other hosts, which cannot
-    see it. Words, each said once:
+    living spares that wait, and the members of each one's host; such a name is the `own` of a spare. A spare of a lost rank's host is
+    taken before others. The group grows up to `full` ranks. For `awaited` lost ranks the others wait until a spare is there.
+    `untold`: those of `dead` on this rank's host of which other hosts, which cannot see it, have not been told. Words, each said once:
 
     here/R      member R takes part
-    gone/R      member R has ended, as a rank of its host says
     members     those that go on, in the order of their new numbers; a spare by its name; [] if fewer than `least` are left
     ready/R     member R, or spare R, has read that it is one of them
     outcome     True: all of them were ready and alive; False: one died or stopped, and the rest tries again without it
@@ -87,21 +78,25 @@ def move(
     is_spare = isinstance(own, str)
     if not is_spare and f"here/{own}" not in said:
         return Move((f"here/{own}", True))
-    for each in untold:
-        if f"gone/{each}" not in said:
-            return Move((f"gone/{each}", True))
-    dead = {*dead, *(each for each in range(count) if f"gone/{each}" in said)}
+    if untold:
+        return Move(tells=untold[0])
     if "members" not in said:
         if is_spare:  # it has no word before; once no rank is left to choose it, it ends
             return Move(goes_on=False) if all(each in dead for each in range(count)) else Move()
-        came = [each for each in range(count) if f"here/{each}" in said and each not in dead]
+        seats: dict[int, int | str] = {
+            each: each for each in range(count) if f"here/{each}" in said and each not in dead
+        }
         living = sum(each not in dead for each in range(count))
-        if not is_late and (len(came) < living or len(spares) < min(count - len(came), awaited)):
+        if not is_late and (len(seats) < living or len(spares) < min(count - len(seats), awaited)):
             return Move()
-        waiting = list(spares)
-        seats = [each if each in came else waiting.pop(0) if waiting else None for each in range(count)]
-        chosen = [each for each in seats if each is not None]
-        chosen += waiting[: max(full - len(chosen), 0)]
+        waiting = dict(spares)
+        for seat, is_near in [(each, near) for near in (True, False) for each in range(count)]:
+            name = next((name for name, mates in waiting.items() if not is_near or seat in mates), None)
+            if seat not in seats and name is not None:
+                seats[seat] = name
+                del waiting[name]
+        chosen = [seats[each] for each in sorted(seats)]
+        chosen += [*waiting][: max(full - len(chosen), 0)]
         return Move(("members", chosen if len(chosen) >= least else []))
     members = said["members"]
     if own not in members:
@@ -114,50 +109,6 @@ def move(
     if any(each in dead for each in members) or (is_late and not is_ready):
         return Move(("outcome", False))
     return Move(("outcome", True)) if is_ready else Move()
-
-
-def own_member() -> Member:
-    """Return this process as a member."""
-    with open("/proc/self/stat", "rb") as file:
-        start = int(file.read().rpartition(b")")[2].split()[19])
-    place = f"{process_group._place()} {os.stat('/proc/self/ns/pid').st_ino}"
-    return Member(os.getpid(), start, place, socket.gethostname())
-
-
-class Board:
-    """The words of one attempt: files in a folder, each linked once. No lock is held, so a stopped rank holds up no other.
-
-    `is_far`: other hosts speak, too. A network file system's client then shows an old list of files until it changes the folder.
-    """
-
-    def __init__(self, folder: str, is_far: bool = False) -> None:
-        self._folder, self._is_far = folder, is_far
-        self._said: dict[str, Any] = {}
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder, 0o700)
-
-    def say(self, key: str, value: Any) -> None:
-        """Say a word, unless some rank has said it."""
-        path = os.path.join(self._folder, key.replace("/", "-"))
-        hidden = f"{path}.{secrets.token_hex(8)}"
-        with open(hidden, "w", encoding="ascii") as file:
-            json.dump(value, file)
-        with contextlib.suppress(FileExistsError):
-            os.link(hidden, path)
-        os.unlink(hidden)
-
-    def said(self) -> dict[str, Any]:
-        """Return all words so far."""
-        if self._is_far:
-            hidden = os.path.join(self._folder, f".{secrets.token_hex(8)}")
-            open(hidden, "w").close()
-            os.unlink(hidden)
-        for name in os.listdir(self._folder):
-            key = name.replace("-", "/")
-            if "." not in name and key not in self._said:
-                with open(os.path.join(self._folder, name), encoding="ascii") as file:
-                    self._said[key] = json.load(file)
-        return self._said
 
 
 class Regroup:
@@ -184,57 +135,54 @@ class Regroup:
         self._chosen = set[str]()
         self.attempt = 0
         self.is_over = False  # True once this rank cannot go on
-        self._process = own_member()
-        self.own, self._name = own, f"s{self._process.pid}x{self._process.start}"
+        self._process, self.own = own_member(), own
         with self._in_folder():
-            self._waiting = Board(os.path.join(folder, "spares"))
+            self._waiting, self._told = (Board(os.path.join(folder, name)) for name in (SPARES, ENDED))
             if own < 0:
-                self._waiting.say(self._name, self._process)
-
-    @property
-    def _has_hosts(self) -> bool:
-        """Return True if members are on several hosts. There are no spares then."""
-        return any(each.place != self.members[0].place for each in self.members)
+                self._waiting.say(self._process.name, self._process)
+            self._candidates()
 
     def _board(self, attempt: int) -> Board:
         return Board(os.path.join(self._folder, str(attempt)), self._has_hosts)
 
     def _candidates(self) -> dict[int | str, Member]:
-        """Return the members, and the spares of this host that have never been chosen."""
+        """Return the members, and the spares that have never been chosen."""
+        spares = {name: Member(*each) for name, each in sorted(self._waiting.said().items())}
         candidates: dict[int | str, Member] = dict(enumerate(self.members))
-        if self._has_hosts:
-            return candidates
-        for name, each in sorted(self._waiting.said().items()):
-            if name not in self._chosen and Member(*each).place == self._process.place:
-                candidates[name] = Member(*each)
+        candidates |= {name: each for name, each in spares.items() if name not in self._chosen}
+        self._has_hosts = any(each.place != self._process.place for each in candidates.values())
+        self._waiting.is_far = self._told.is_far = self._has_hosts
         return candidates
 
     def _ended(self, candidates: Mapping[Any, Member]) -> set[Any]:
-        place = self._process.place
+        """Return those that have ended, as far as this host sees them or was told."""
+        told, place = self._told.said(), self._process.place
         return {
             number
             for number, each in candidates.items()
-            if each.place == place and not is_running(each.pid, each.start)
+            if each.name in told or (each.place == place and not is_running(each.pid, each.start))
         }
 
     def dead(self) -> set[int]:
-        """Return the members whose processes have ended, as far as this host sees them."""
+        """Return the members whose processes have ended, as far as this host sees them or was told."""
         return self._ended(dict(enumerate(self.members)))
 
     def has_lost(self) -> bool:
         """Return True if a member has ended, or ranks of another host, which see more, have begun the next attempt."""
         with self._in_folder():
-            return bool(self.dead()) or (self._has_hosts and bool(self._board(self.attempt + 1).said()))
+            return bool(self.dead()) or (
+                self._has_hosts and any(key != "grow" for key in self._board(self.attempt + 1).said())
+            )
 
     def grows(self, step: int) -> bool:
         """Return True, on all ranks before the same step, if a place is free and a spare waits. Else it costs a look, or nothing.
 
         Rank 0 says it a step ahead: each step is a round of all ranks, so they have read it before the next one.
         """
-        if len(self.members) == self.full or self._has_hosts:
+        if len(self.members) == self.full:
             return False
         with self._in_folder():
-            board = Board(os.path.join(self._folder, str(self.attempt + 1)))
+            board = self._board(self.attempt + 1)
             if self.own == 0 and "grow" not in board.said():
                 candidates = self._candidates()
                 if len(candidates) - len(self._ended(candidates)) > len(self.members):
@@ -264,7 +212,7 @@ class Regroup:
     def _meet(self) -> bool:
         """Meet in the next attempt. Return False if a member died in it, or this spare was not chosen."""
         self.attempt += 1
-        board, longest_s = self._board(self.attempt), _FAR_LOOK_S if self._has_hosts else _LOOK_S[1]
+        board = self._board(self.attempt)
         wait, pause_s, has_chosen = Wait(None), _LOOK_S[0], False
         while True:
             said, candidates = board.said(), self._candidates()
@@ -273,10 +221,18 @@ class Regroup:
             if not has_chosen and "members" in said:
                 has_chosen, wait = True, Wait(None)  # from here on they have as long again to be ready
             dead = self._ended(candidates)
-            spares = [each for each in candidates if isinstance(each, str) and each not in dead]
-            sizes = spares, self.full, self._awaited, sorted(dead) if self._has_hosts else ()
-            own = self._name if self.own < 0 else self.own
-            found = move(own, len(self.members), self._least, said, dead, wait.waited_s > self._wait_s, *sizes)
+            spares = {
+                name: [number for number, each in enumerate(self.members) if each.place == candidates[name].place]
+                for name in candidates
+                if isinstance(name, str) and name not in dead
+            }
+            untold = [each for each in dead if self._has_hosts and candidates[each].name not in self._told.said()]
+            own = self._process.name if self.own < 0 else self.own
+            limits = spares, self.full, self._awaited, untold
+            found = move(own, len(self.members), self._least, said, dead, wait.waited_s > self._wait_s, *limits)
+            if found.tells is not None:
+                self._told.say(candidates[found.tells].name, True)
+                continue
             if found.says is not None:
                 board.say(*found.says)
                 continue
@@ -288,7 +244,7 @@ class Regroup:
                 left = sum(f"here/{each}" in said and each not in dead for each in range(len(self.members)))
                 return self._follow(said["members"], candidates, found.goes_on, left)
             time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, longest_s)
+            pause_s = min(1.5 * pause_s, _FAR_LOOK_S if self._has_hosts else _LOOK_S[1])
 
     def _follow(
         self, chosen: list[int | str], candidates: Mapping[int | str, Member], goes_on: bool, left: int
@@ -309,7 +265,7 @@ class Regroup:
                 _kill(each)
         self._chosen.update(each for each in chosen if isinstance(each, str))
         self.members = [candidates[each] for each in chosen]
-        own = self.own if is_member else self._name
+        own = self.own if is_member else self._process.name
         self.own = chosen.index(own) if own in chosen else -1
         return goes_on
 
@@ -366,9 +322,9 @@ class Regroup:
         """Return once each member has said its word. RuntimeError if one has died, or stays away for wait_s."""
         wait, pause_s = Wait(None), _LOOK_S[0]
         while absent := [number for number, word in enumerate(words) if word not in board.said()]:
-            for each in self.dead() if self._has_hosts else ():
-                board.say(f"lost/{each}", True)
-            if dead := self.dead() | {each for each in range(len(words)) if f"lost/{each}" in board.said()}:
+            if dead := self.dead():
+                for each in dead if self._has_hosts else ():
+                    self._told.say(self.members[each].name, True)
                 raise RuntimeError(f"rank {min(dead)} died")
             if wait.waited_s > self._wait_s:
                 raise RuntimeError(f"rank {absent[0]} has not come within {self._wait_s:g} s")

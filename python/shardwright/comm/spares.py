@@ -1,7 +1,7 @@
 """Spares: processes of a job without a rank, which wait in sw.steps for the place of a lost one. docs/design/in_place.md has the design.
 
-`shardwright rank` starts them, and gives all processes of one start of the ranks one folder. Rank 0 publishes there where its job
-meets, and which program it runs.
+`shardwright rank` starts them, and gives all processes of one host, in one start of the ranks, one folder. Ranks publish there where
+their job meets. Rank 0 says there which program it runs.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import hashlib
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from .._engine import Error
 from .._version import __version__
-from .regroup import Board, Member
+from .board import JOB, Board, Member
 
 #: variables: the folder of this start of the ranks; this process's file, which says what it does; in a spare that waits, the same
 START, SLOT, SPARE = "SHARDWRIGHT_START", "SHARDWRIGHT_SLOT", "SHARDWRIGHT_SPARE"
@@ -45,10 +46,10 @@ def seat() -> None:
     _note(os.environ.pop(SPARE), "runs")
 
 
-def end_loop() -> None:
-    """Say that this rank has ended its loop: a failure from now on is not a lost rank's."""
+def end_loop(state: str = "ended") -> None:
+    """Say that this rank has ended its loop: a failure from now on is not a lost rank's. "done": a spare, as all ranks have."""
     if SLOT in os.environ:
-        _note(os.environ[SLOT], "ended")
+        _note(os.environ[SLOT], state)
 
 
 def _note(path: str, state: str) -> None:
@@ -66,7 +67,7 @@ def begin_loop(timeout_s: float) -> Job | None:
             _note(os.environ[SLOT], "runs")
         return None
     loops, parent, until = _loops(), os.getppid(), time.monotonic() + timeout_s
-    while not (said := loops.said()) or max(map(int, said)) < _begun:
+    while (job := _job(loops.said())) is None:
         if os.getppid() != parent:
             raise SystemExit(0)  # what has started it has ended, and `shardwright rank` with it
         if time.monotonic() > until:
@@ -74,10 +75,6 @@ def begin_loop(timeout_s: float) -> Job | None:
                 f"a spare, process {os.getpid()}, waited {timeout_s:g} s for the ranks of its job to come to sw.steps or sw.survive"
             )
         time.sleep(_LOOK_S)
-    if max(map(int, said)) > _begun:  # the others have left this loop, and this process cannot come to theirs
-        raise SystemExit(0)
-    folder, members, *rest = said[str(_begun)]
-    job = Job(folder, [Member(*each) for each in members], *rest)
     for name, own in _runs().items():
         if own != job.runs[name]:
             raise Error(
@@ -92,10 +89,27 @@ def can_come() -> bool:
     return _begun == 1
 
 
-def publish(job: Job) -> None:
-    """Tell the spares of this start, if there are any, where the ranks of this loop meet. On rank 0."""
+def _job(said: Mapping[str, str]) -> Job | None:
+    """Return the job of this loop once its ranks have come. SystemExit(0): they have left it, and this process cannot come to theirs."""
+    if max(map(int, said), default=0) > _begun:
+        raise SystemExit(0)
+    if not (folder := said.get(str(_begun))):
+        return None
+    try:
+        found = Board(os.path.join(folder, JOB), is_far=True).said().get(str(_begun))
+    except FileNotFoundError:
+        raise Error(
+            f"a spare, process {os.getpid()}, cannot wait in {folder}: a later start of the job has removed it"
+        ) from None
+    return found and Job(found[0], [Member(*each) for each in found[1]], *found[2:])
+
+
+def publish(job: Job, rank: int) -> None:
+    """Tell the spares of this host and start, if there are any, where the ranks of this loop meet; on rank 0 tell all spares the rest."""
+    if rank == 0:
+        Board(os.path.join(job.folder, JOB)).say(str(_begun), job._replace(runs=_runs()))
     if START in os.environ:
-        _loops().say(str(_begun), job._replace(runs=_runs()))
+        _loops().say(str(_begun), job.folder)
 
 
 def _loops() -> Board:
