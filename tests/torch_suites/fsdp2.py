@@ -104,7 +104,11 @@ def load(path: Path) -> types.ModuleType:
     text = path.read_text()
     text = re.sub(r'torch\.device\("cuda",[^()]*(?:\([^()]*\))?[^()]*\)', 'torch.device("cpu")', text)
     text = re.sub(r"torch\.accelerator\.current_accelerator\([^()]*\)", 'torch.device("cpu")', text)
-    text = re.sub(r"torch\.device\(\s*device_type(?:\.type)?, [\w.]+(?:\([^()]*\)[\w.]*)*(?:\(\))?\s*\)", 'torch.device("cpu")', text)
+    text = re.sub(
+        r"torch\.device\(\s*device_type(?:\.type)?, [\w.]+(?:\([^()]*\)[\w.]*)*(?:\(\))?\s*\)",
+        'torch.device("cpu")',
+        text,
+    )
     text = re.sub(r'"cuda(?::\d+)?"', '"cpu"', text).replace("not TEST_CUDA", "False")
     text = text.replace("torch.accelerator.is_available()", "True")
     text = text.replace("device(type='cuda'", "device(type='cpu'").replace("and cuda for FSDP", "and cpu for FSDP")
