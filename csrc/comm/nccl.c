@@ -251,7 +251,7 @@ static const int nccl_dtypes[SW_DTYPE_COUNT] = {
     [SW_DTYPE_INT64] = SW_NCCL_INT64,
     [SW_DTYPE_COMPLEX64] = -1,
     [SW_DTYPE_COMPLEX128] = -1,
-    [SW_DTYPE_BOOL] = -1,
+    [SW_DTYPE_BOOL] = -1, /* and those behind it, which sw_redop_check refuses */
 };
 
 /* Complex sums are sums of their parts; NCCL has no int16. */

@@ -8,13 +8,23 @@
 #include "python/dlpack_abi.h"
 #include "python/method.h"
 
-static const uint8_t dl_codes[SW_DTYPE_COUNT] = {
-    [SW_DTYPE_FLOAT16] = DL_FLOAT,     [SW_DTYPE_BFLOAT16] = DL_BFLOAT,
-    [SW_DTYPE_FLOAT32] = DL_FLOAT,     [SW_DTYPE_FLOAT64] = DL_FLOAT,
-    [SW_DTYPE_INT8] = DL_INT,          [SW_DTYPE_INT16] = DL_INT,
-    [SW_DTYPE_INT32] = DL_INT,         [SW_DTYPE_INT64] = DL_INT,
-    [SW_DTYPE_UINT8] = DL_UINT,        [SW_DTYPE_BOOL] = DL_BOOL,
-    [SW_DTYPE_COMPLEX64] = DL_COMPLEX, [SW_DTYPE_COMPLEX128] = DL_COMPLEX};
+static const uint8_t dl_codes[SW_DTYPE_COUNT] = {[SW_DTYPE_FLOAT16] = DL_FLOAT,
+                                                 [SW_DTYPE_BFLOAT16] = DL_BFLOAT,
+                                                 [SW_DTYPE_FLOAT32] = DL_FLOAT,
+                                                 [SW_DTYPE_FLOAT64] = DL_FLOAT,
+                                                 [SW_DTYPE_INT8] = DL_INT,
+                                                 [SW_DTYPE_INT16] = DL_INT,
+                                                 [SW_DTYPE_INT32] = DL_INT,
+                                                 [SW_DTYPE_INT64] = DL_INT,
+                                                 [SW_DTYPE_UINT8] = DL_UINT,
+                                                 [SW_DTYPE_BOOL] = DL_BOOL,
+                                                 [SW_DTYPE_COMPLEX64] = DL_COMPLEX,
+                                                 [SW_DTYPE_COMPLEX128] = DL_COMPLEX,
+                                                 [SW_DTYPE_FLOAT8_E4M3FN] = DL_FLOAT8_E4M3FN,
+                                                 [SW_DTYPE_FLOAT8_E4M3FNUZ] = DL_FLOAT8_E4M3FNUZ,
+                                                 [SW_DTYPE_FLOAT8_E5M2] = DL_FLOAT8_E5M2,
+                                                 [SW_DTYPE_FLOAT8_E5M2FNUZ] = DL_FLOAT8_E5M2FNUZ,
+                                                 [SW_DTYPE_FLOAT8_E8M0FNU] = DL_FLOAT8_E8M0FNU};
 
 static void managed_delete(dl_managed_tensor *managed)
 {

@@ -16,6 +16,11 @@ enum {
     DL_BFLOAT = 4,
     DL_COMPLEX = 5,
     DL_BOOL = 6,
+    DL_FLOAT8_E4M3FN = 10,
+    DL_FLOAT8_E4M3FNUZ = 11,
+    DL_FLOAT8_E5M2 = 12,
+    DL_FLOAT8_E5M2FNUZ = 13,
+    DL_FLOAT8_E8M0FNU = 14,
 };
 
 typedef struct dl_tensor { /* DLTensor */

@@ -19,6 +19,11 @@ static const struct {
     [SW_DTYPE_COMPLEX64] = {"complex64", 8},
     [SW_DTYPE_COMPLEX128] = {"complex128", 16},
     [SW_DTYPE_BOOL] = {"bool", 1},
+    [SW_DTYPE_FLOAT8_E4M3FN] = {"float8_e4m3fn", 1},
+    [SW_DTYPE_FLOAT8_E4M3FNUZ] = {"float8_e4m3fnuz", 1},
+    [SW_DTYPE_FLOAT8_E5M2] = {"float8_e5m2", 1},
+    [SW_DTYPE_FLOAT8_E5M2FNUZ] = {"float8_e5m2fnuz", 1},
+    [SW_DTYPE_FLOAT8_E8M0FNU] = {"float8_e8m0fnu", 1},
 };
 
 static int in_range(sw_dtype dtype)

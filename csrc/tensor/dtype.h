@@ -16,7 +16,12 @@ typedef enum sw_dtype {
     SW_DTYPE_INT64,
     SW_DTYPE_COMPLEX64,
     SW_DTYPE_COMPLEX128,
-    SW_DTYPE_BOOL,
+    SW_DTYPE_BOOL, /* from here on nothing is reduced: frozen parameters of these are moved */
+    SW_DTYPE_FLOAT8_E4M3FN,
+    SW_DTYPE_FLOAT8_E4M3FNUZ,
+    SW_DTYPE_FLOAT8_E5M2,
+    SW_DTYPE_FLOAT8_E5M2FNUZ,
+    SW_DTYPE_FLOAT8_E8M0FNU,
     SW_DTYPE_COUNT,
 } sw_dtype;
 

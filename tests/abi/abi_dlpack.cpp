@@ -33,6 +33,11 @@ SAME(DL_FLOAT, kDLFloat);
 SAME(DL_BFLOAT, kDLBfloat);
 SAME(DL_COMPLEX, kDLComplex);
 SAME(DL_BOOL, kDLBool);
+SAME(DL_FLOAT8_E4M3FN, kDLFloat8_e4m3fn);
+SAME(DL_FLOAT8_E4M3FNUZ, kDLFloat8_e4m3fnuz);
+SAME(DL_FLOAT8_E5M2, kDLFloat8_e5m2);
+SAME(DL_FLOAT8_E5M2FNUZ, kDLFloat8_e5m2fnuz);
+SAME(DL_FLOAT8_E8M0FNU, kDLFloat8_e8m0fnu);
 
 #if defined(DLPACK_MAJOR_VERSION) && (DLPACK_MAJOR_VERSION > 1 || DLPACK_MINOR_VERSION >= 2)
 static_assert(DLPACK_MAJOR_VERSION == 1, "a table of another major version is refused: read the changes");

@@ -557,8 +557,8 @@ static void test_force(void)
            "NULL restores the best table");
     for (size_t t = 0; t < count; ++t)
         for (int dtype = 0; dtype < SW_DTYPE_COUNT; ++dtype)
-            expect((tables[t]->fold[dtype] == NULL) == (dtype == SW_DTYPE_BOOL),
-                   "every dtype but bool has a fold");
+            expect((tables[t]->fold[dtype] == NULL) == (dtype >= SW_DTYPE_BOOL),
+                   "every dtype but bool and those of 8-bit floats has a fold");
 }
 
 static void test_redop(void)
@@ -574,6 +574,8 @@ static void test_redop(void)
     expect(sw_redop_check(SW_REDOP_MAX, SW_DTYPE_COMPLEX128, NULL) == SW_E_INVALID,
            "max of complex128 is refused");
     expect(sw_redop_check(SW_REDOP_SUM, SW_DTYPE_BOOL, NULL) == SW_E_INVALID, "bool is refused");
+    expect(sw_redop_check(SW_REDOP_SUM, SW_DTYPE_FLOAT8_E5M2, NULL) == SW_E_INVALID,
+           "8-bit floats are refused");
     expect(sw_redop_check(SW_REDOP_SUM, SW_DTYPE_COUNT, NULL) == SW_E_INVALID,
            "dtype out of range");
     expect(sw_redop_check((sw_redop)-1, SW_DTYPE_FLOAT32, NULL) == SW_E_INVALID, "op out of range");

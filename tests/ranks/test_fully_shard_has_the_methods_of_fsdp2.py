@@ -146,7 +146,6 @@ def test_what_only_tunes_is_accepted_with_one_warning(rank, world_size):
         "set_custom_all_gather": (None,),
         "set_custom_reduce_scatter": (None,),
         "set_force_sum_reduction_for_comms": (True,),
-        "set_reduce_scatter_unused_params": (True,),
         "set_unshard_in_backward": (False,),
         "set_allocate_memory_from_process_group_for_comm": (True,),
         "set_symm_mem_for_comm": (),
@@ -165,6 +164,50 @@ def test_what_only_tunes_is_accepted_with_one_warning(rank, world_size):
         return
     theirs = {name for name, each in inspect.getmembers(FSDPModule, inspect.isfunction) if not name.startswith("_")}
     assert {name for name in theirs if not hasattr(sw.FSDPModule, name)} == set()
+
+
+@on_every_rank()
+def test_parameters_that_no_rank_used_get_zeros_on_request(rank, world_size):
+    class Choice(Net):
+        def forward(self, x):
+            return self.first(x) if rank else self.head(torch.zeros(len(x), 9))  # no rank runs `second`
+
+    module = sharded(Choice())
+    module.second.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for zeroes in (False, True, False):
+        module.set_reduce_scatter_unused_params(zeroes)
+        for _ in range(2):  # zeros add nothing
+            module(batch(rank, 6, 5)).square().mean().backward()
+        grads = {name: parameter.grad for name, parameter in module.named_parameters()}
+        unused, frozen = grads.pop("second.weight"), grads.pop("second.bias")
+        assert (unused is not None) is zeroes and frozen is None
+        assert world_size == 1 or None not in grads.values()
+        if zeroes:
+            assert not unused.full_tensor().any() and unused.placements == module.second.weight.placements
+            assert not sw.full_gradients(module)["second.weight"].any()
+        before = module.second.weight.full_tensor().clone()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        assert bits_equal(module.second.weight.full_tensor(), before)
+        optimizer.zero_grad()
+    module.set_reduce_scatter_unused_params(True, recurse=False)
+    module(batch(rank, 6, 5)).square().mean().backward()
+    assert module.second.weight.grad is None
+
+
+@on_every_rank(exactly=4)
+def test_a_hook_runs_on_its_stream_but_on_no_mesh_of_replicas(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    stream, seen = torch.cpu.Stream(), []
+    module = sharded()
+    module.set_all_reduce_hook(lambda flat: seen.append(torch.cpu.current_stream() is stream), stream=stream)
+    backward(module, rank, world_size)
+    assert seen == [True] and torch.cpu.current_stream() is not stream
+    module = sharded(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "slices")))
+    with pytest.raises(ValueError, match="stream cannot be set when using native HSDP"):
+        module.set_all_reduce_hook(seen.append, stream=stream)
 
 
 @on_every_rank()
@@ -227,6 +270,6 @@ def test_numbers_of_ranks_and_names_of_dimensions(rank, world_size):
     ):
         module = sharded(mesh=mesh, dp_mesh_dims=dims)
         assert bits_equal(module(x).detach(), expected(x).detach())
-    with pytest.raises(ValueError, match="names 'tp', and the mesh has"):
+    with pytest.raises(ValueError, match="dim name 'tp' not found in mesh.mesh_dim_names"):
         sw.fully_shard(Net(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="tp"))
     copy.copy(mesh)

@@ -28,6 +28,7 @@ MESHES = {
     "rows of replicas": (("replicate", "dp"), 1),
     "replicas inside": (("dp", "replicate"), 0),
     "flattened": (("dp", "cp", "tp"), 1),
+    "flattened beside replicas": (("replicate", "dp", "cp"), 1),
 }
 
 
@@ -89,6 +90,8 @@ def test_training_is_that_of_fsdp2(rank, world_size, name):
     names, all_at = MESHES[name]
     sizes = [world_size if at == all_at else 1 for at in range(len(names))]
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    if name.startswith("flattened") and hasattr(mesh, "_unflatten"):  # a part of another mesh, as torchtitan's
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("world",))._unflatten(0, sizes, names)
     for options in ({}, {"reshard_after_forward": False}):
         expected, places, state, _ = train(fsdp.fully_shard, rank, mesh, names, **options)
         found, ours, own, model = train(sw.fully_shard, rank, mesh, names, **options)
@@ -97,6 +100,15 @@ def test_training_is_that_of_fsdp2(rank, world_size, name):
         for key, value in state.items():
             torch.testing.assert_close(own[key], value, rtol=1e-3, atol=1e-5)
             assert torch.equal(whole[key], own[key]), key
+    gather(None)
+
+
+@on_every_rank(at_least=2, spoils=True)
+def test_a_parameter_on_another_mesh_is_refused(rank, world_size):
+    sizes = (world_size, 1), (1, world_size)
+    own, other = (init_device_mesh("cpu", each, mesh_dim_names=("dp", "tp")) for each in sizes)
+    with pytest.raises(ValueError, match="the same mesh passed to fully_shard: parameter 'weight' lies on"):
+        sw.fully_shard(built(own, ("dp", "tp"))[2], mesh=other, dp_mesh_dims=Dims(shard="dp"))
     gather(None)
 
 

@@ -55,7 +55,7 @@ def prepare(*, stock: bool) -> None:
     """Put ours and the stand-in for GPUs in their places, before a file of tests is imported."""
     stand_in.admit_gpu_tests()
     import torch
-    from torch.testing._internal import common_distributed, common_fsdp, common_utils
+    from torch.testing._internal import common_device_type, common_distributed, common_fsdp, common_utils
 
     own_process.fork_ranks_on_cpu(LIMIT_S)
     stand_in.meshes_on_cpu()
@@ -63,6 +63,7 @@ def prepare(*, stock: bool) -> None:
     common_distributed.requires_nccl_version = lambda *_: lambda function: function
     for helpers in (common_fsdp, common_utils):
         helpers.get_cycles_per_ms, helpers.device_sleep = lambda *_: 1.0, lambda *_: None
+    common_device_type.instantiate_device_type_tests = _instantiate_on_cpu
     common_fsdp.test_compiled_fsdp = lambda **_: lambda function: function
     common_fsdp.FSDPTestMultiThread = _processes_for_threads(common_fsdp.FSDPTest)
     common_fsdp.DEVICE_COUNT = GPUS
@@ -92,13 +93,24 @@ def _processes_for_threads(base: type) -> type:
     return FSDPTestMultiThread
 
 
+def _instantiate_on_cpu(kind: type, *_: Any, **__: Any) -> None:
+    """Give a class's tests, which take a device, the CPU."""
+    for name, test in [each for each in vars(kind).items() if each[0].startswith("test_")]:
+        setattr(kind, name, functools.partialmethod(test, "cpu"))
+
+
 def load(path: Path) -> types.ModuleType:
     """Import a file of tests, with the CPU for each GPU that it names."""
     text = path.read_text()
     text = re.sub(r'torch\.device\("cuda",[^()]*(?:\([^()]*\))?[^()]*\)', 'torch.device("cpu")', text)
     text = re.sub(r"torch\.accelerator\.current_accelerator\([^()]*\)", 'torch.device("cpu")', text)
-    text = re.sub(r"torch\.device\(device_type(?:\.type)?, \w+\)", 'torch.device("cpu")', text)
+    text = re.sub(
+        r"torch\.device\(\s*device_type(?:\.type)?, [\w.]+(?:\([^()]*\)[\w.]*)*(?:\(\))?\s*\)",
+        'torch.device("cpu")',
+        text,
+    )
     text = re.sub(r'"cuda(?::\d+)?"', '"cpu"', text).replace("not TEST_CUDA", "False")
+    text = text.replace("torch.accelerator.is_available()", "True")
     text = text.replace("device(type='cuda'", "device(type='cpu'").replace("and cuda for FSDP", "and cpu for FSDP")
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -118,11 +130,22 @@ def _add_missing_names(node: ast.ImportFrom) -> None:
         module = sys.modules[node.module] = types.ModuleType(node.module)
     for name in (each.name for each in node.names):
         if not hasattr(module, name):
-            setattr(module, name, functools.partial(_refuse, f"{node.module}.{name}"))
+            setattr(module, name, _Missing(f"{node.module}.{name}"))
 
 
-def _refuse(name: str, *_: Any, **__: Any) -> Any:
-    raise AttributeError(f"{name}: not in this version of torch")
+class _Missing:
+    """A name of another version of torch: it may be read, as a mark on a class is, and its call fails."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> _Missing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Missing(f"{self._name}.{name}")
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise AttributeError(f"{self._name}: not in this version of torch")
 
 
 def cases(path: Path) -> Iterator[tuple[str, str, unittest.TestCase]]:

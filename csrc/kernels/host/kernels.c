@@ -99,7 +99,7 @@ sw_status sw_redop_check(sw_redop op, sw_dtype dtype, sw_error *err)
     if ((unsigned)op >= (unsigned)SW_REDOP_COUNT)
         SW_FAIL(err, SW_E_INVALID, "reduce: op must be in [0, %d), not %d", (int)SW_REDOP_COUNT,
                 (int)op);
-    if (sw_dtype_size_bytes(dtype) == 0 || dtype == SW_DTYPE_BOOL)
+    if (sw_dtype_size_bytes(dtype) == 0 || dtype >= SW_DTYPE_BOOL)
         SW_FAIL(err, SW_E_INVALID, "reduce: %s is not defined on dtype %s, only on numbers",
                 sw_redop_name(op), sw_dtype_name(dtype));
     if (op == SW_REDOP_MEAN && is_integer(dtype))

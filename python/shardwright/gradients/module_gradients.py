@@ -328,7 +328,11 @@ class ModuleGradients:
                     self._mean_of(index)
                 ).add_(standing)
             elif not has_mean:
-                continue
+                if not (
+                    each.zeroes_unused and each.sharded.requires_grad and isinstance(self.views[index], ShardedGradient)
+                ):
+                    continue
+                held_tensor(self._mean_of(index)).zero_()
             parameter = each.sharded
             if parameter.grad is not each.mean or each.mean is None:
                 parameter.grad = self._mean_of(index)

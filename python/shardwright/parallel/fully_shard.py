@@ -536,17 +536,23 @@ class FSDPModule(torch.nn.Module):
         """Call `hook` after each round with this unit's new means on this rank, flat and in its parameters' order, to change in place.
 
         It runs before means are added to `.grad`, in FSDP2's order: units that run last come first, and at last those whose inputs
-        require no gradient. `stream`: where it runs on a GPU.
+        require no gradient. `stream`: where it runs on a GPU. ValueError for one on a mesh of two dimensions, as FSDP2's.
         """
         mark = self._shardwright_mark
+        if stream is not None and mark.mesh.ndim > 1:
+            raise ValueError("stream cannot be set when using native HSDP")
         mark.reduce_hook = hook if stream is None else functools.partial(_on_stream, hook, stream)
         mark.hook_means()
 
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Set whether a parameter that no rank used gets a gradient of zeros. One that some rank used is averaged in any case."""
+        for each in self.modules() if recurse else (self,):
+            mark = mark_of(each)
+            for row in () if mark is None else mark.rows:
+                row.zeroes_unused = bool(reduce_scatter_unused_params)
+
     set_force_sum_reduction_for_comms = _tunes(
         "set_force_sum_reduction_for_comms", "the engine adds and divides itself"
-    )
-    set_reduce_scatter_unused_params = _tunes(
-        "set_reduce_scatter_unused_params", "parameters that a rank does not use are always averaged"
     )
     set_unshard_in_backward = _tunes("set_unshard_in_backward", "a unit is gathered whenever a backward may read it")
     set_custom_all_gather = _tunes("set_custom_all_gather", _OWN_TRANSPORT)
@@ -575,9 +581,10 @@ class FSDPModule(torch.nn.Module):
 
 
 def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any, flat: torch.Tensor) -> None:
-    current = torch.cuda.current_stream(flat.device)
+    device = getattr(torch, flat.device.type)
+    current = device.current_stream(flat.device)
     stream.wait_stream(current)
-    with torch.cuda.stream(stream):
+    with device.stream(stream):
         hook(flat)
     current.wait_stream(stream)
 
@@ -689,7 +696,8 @@ def fully_shard(
             raise ValueError(f"fully_shard does not support containers that do not implement forward: {each}")
     if mesh is not None and device_mesh is not None:
         raise ValueError("mesh and device_mesh were both given, which are two names for one: pass one of them")
-    given_mesh = _data_mesh(device_mesh if mesh is None else mesh, dp_mesh_dims)
+    whole_mesh = device_mesh if mesh is None else mesh
+    given_mesh = _data_mesh(whole_mesh, dp_mesh_dims)
     offload_kinds(offload)
     refuse_options(options, ("zero", "share_parameters"), "fully_shard", "it is zero=3 with private parameters")
     refuse_options(options, ("clip_grad_norm",), "fully_shard", "call sw.clip_grad_norm_ before the step")
@@ -750,7 +758,7 @@ def fully_shard(
         register_face(each, _find_engine)
         note_fully_shard(each)
     data = [name for names in _data_names(dp_mesh_dims) for name in names]
-    mark.rows, mark.mesh = [ShardedParameter(*each, data=data) for each in found], over
+    mark.rows, mark.mesh = [ShardedParameter(*each, data, whole_mesh) for each in found], over
     step_on_local_tensors(SHARDED)
     for cut in mark.rows:
         cut.policy = mp_policy or _policy_of_torch(policy)
@@ -810,7 +818,9 @@ def _data_mesh(mesh: Any, dims: Any) -> Any:
     given = _data_names(dims)
     unknown = [name for names in given for name in names if name not in (mesh.mesh_dim_names or ())]
     if unknown:
-        raise ValueError(f"dp_mesh_dims names {unknown[0]!r}, and the mesh has {mesh.mesh_dim_names}")
+        raise ValueError(
+            f"dp_mesh_dims: dim name {unknown[0]!r} not found in mesh.mesh_dim_names {mesh.mesh_dim_names}"
+        )
     return flattened(mesh, [names for names in given if names])
 
 

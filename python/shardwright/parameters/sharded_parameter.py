@@ -80,9 +80,9 @@ class ShardedParameter:
 
     `sharded` is the DTensor, whose local tensor lies in `piece` once there is an engine; `whole` the engine's parameter.
     `holders`: the modules and names of its slots. `dim` is cut as torch.chunk cuts it. `mean`: the DTensor over this
-    rank's slice of the averaged gradient. `leaf`: what stands in the slots in the place of
-    `whole`, if there is one. `policy`: FSDP2's of the call, for an extension. `data`: names of dimensions of a parameter's
-    mesh over which ranks average.
+    rank's slice of the averaged gradient; `zeroes_unused`: it is zero after a round in which no rank used the parameter. `leaf`: what stands in the slots in the place of
+    `whole`, if there is one. `policy`: FSDP2's of the call, for an extension. `data`: names of the dimensions of `given_mesh`,
+    which the call was given, over which ranks average.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class ShardedParameter:
         mesh: Any,
         dim: int,
         data: Collection[str] = (),
+        given_mesh: Any = None,
     ) -> None:
         self.dim, self._mesh = dim, mesh
         self.name = holders[0][1]
@@ -104,6 +105,7 @@ class ShardedParameter:
         self._piece_address = 0
         self.mean: torch.Tensor | None = None
         self.mean_address = 0
+        self.zeroes_unused = False
         self.leaf: Leaf | None = None
         self.policy: Any = None
         self._inner: str | None = ""  # the attribute of the local tensor with its memory; None: it has no one memory
@@ -115,7 +117,7 @@ class ShardedParameter:
         self._of_all: tuple[Any, Sequence[Any], list[int]] | None = None
         if is_dtensor(parameter):
             self._of_model = parameter.device_mesh, parameter.placements
-            self._split_mesh(parameter, data)
+            self._split_mesh(parameter, data, given_mesh)
         #: the parameter that was there, if it has no values: init=, weights= or its file may give them to the engine
         self._waiting = parameter if waits(parameter) else None
         rows = self._own_rows(part)
@@ -125,13 +127,18 @@ class ShardedParameter:
         setattr(self.sharded, SHARDED, self)
         self.show(self.sharded)
 
-    def _split_mesh(self, parameter: Any, data: Collection[str]) -> None:
+    def _split_mesh(self, parameter: Any, data: Collection[str], given_mesh: Any) -> None:
         """Leave to the engine's parameter the dimensions of its mesh that are the model's. Raise ValueError as FSDP2 does."""
         mesh, placements = parameter.device_mesh, parameter.placements
         names = mesh.mesh_dim_names or ()
         found = [at for at, name in enumerate(names) if name in data]
         if not found:
             return
+        if mesh != given_mesh:
+            raise ValueError(
+                f"Expected param's DTensor mesh to be the same mesh passed to fully_shard: parameter {self.name!r} lies on {mesh}, and fully_shard "
+                f"got {given_mesh}"
+            )
         cut = next((at for at in found if not placements[at].is_replicate()), None)
         if cut is not None:
             raise ValueError(

@@ -189,7 +189,8 @@ def local_box(dtensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def flattened(mesh: Any, dimensions: Sequence[Sequence[str]]) -> Any:
     """Return a submesh with one dimension for each of `dimensions`, whose names are flattened into it."""
-    for names in dimensions:
-        if len(names) > 1:
-            mesh[tuple(names)]._flatten("_".join(names))
-    return mesh[tuple("_".join(names) for names in dimensions)]
+    if all(len(names) == 1 for names in dimensions):
+        return mesh[tuple(name for names in dimensions for name in names)]
+    # a mesh that is part of another does not know its flattened dimensions by name
+    found = [mesh[tuple(names)]._flatten("_".join(names)) if len(names) > 1 else mesh[names[0]] for names in dimensions]
+    return found[0] if len(found) == 1 else mesh_of_both(*found)
