@@ -69,7 +69,10 @@ def test_bytes_stay_as_they_are(rank, world_size, how):
     seen = (module if how == "rows" else module.module).seen
     assert all(map(torch.equal, seen, expected)) and all(map(torch.equal, codes_of(module), expected))
     module, optimizer = trained(how, SAVED)
-    saved, folder = codes_of(module), gather(tempfile.mkdtemp() if rank == 0 else None)[0]
+    saved, folder = (
+        codes_of(module),
+        gather(tempfile.mkdtemp(dir=os.environ.get("SW_TEST_FOLDER")) if rank == 0 else None)[0],
+    )
     held = (module, None) if how == "rows" else (module, optimizer)
     sw.save(os.path.join(folder, "saved"), *held)
     other, its = trained(how, SAVED, seed=1)

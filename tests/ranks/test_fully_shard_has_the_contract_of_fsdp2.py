@@ -3,6 +3,7 @@ scalers and state dicts of torch take them, with the bits of stage 0."""
 
 import contextlib
 import copy
+import importlib.util
 import itertools
 import os
 import sys
@@ -377,6 +378,34 @@ def test_folders_of_torch_and_states_without_a_gather(rank, world_size):
         assert_same_state(module, whole)
         assert train(module, optimizer, rank, 2, first=2) == pytest.approx(expected, rel=1e-6)
     gather(None)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("safetensors") is None, reason="torch's writer needs safetensors")
+@on_every_rank()
+def test_torchs_writer_of_safetensors_takes_the_state(rank, world_size):
+    try:
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+    except ImportError:  # an older torch
+        return
+    folder = gather(tempfile.mkdtemp(prefix="rows-", dir=os.environ.get("SW_TEST_FOLDER")) if rank == 0 else None)[0]
+    states = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        module = sw.fully_shard(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)))
+        module(batch(rank, 4, 7))
+        states.append(module.state_dict())
+    options = {"save_distributed": True, "enable_consolidation": False}
+    try:
+        writer = HuggingFaceStorageWriter(folder, **options)
+    except TypeError:  # before torch 2.8 it wrote whole tensors alone
+        return
+    torch.distributed.checkpoint.save(states[0], storage_writer=writer)
+    gather(None)
+    torch.distributed.checkpoint.load(states[1], storage_reader=HuggingFaceStorageReader(folder))
+    module.load_state_dict(states[1])
+    module(batch(rank, 4, 7))
+    for name, value in sw.full_state_dict(module).items():
+        assert bits_equal(value, states[0][name].full_tensor()), name
 
 
 @on_every_rank()
