@@ -4,6 +4,7 @@ a gradient goes unaveraged."""
 import pytest
 import torch
 from harness import gather, on_every_rank, same_everywhere
+from internals import param_table
 from models import Mlp
 from peer import PEER, batch, data_parallel, engine, sw
 from torch import nn
@@ -171,8 +172,6 @@ def test_a_change_on_one_rank_alone_ends_its_peers_waits_at_once(rank, world_siz
 
 @on_every_rank()
 def test_a_rank_of_another_version_is_named(rank, world_size):
-    from shardwright.layout import param_table
-
     kept, other = param_table.__version__, world_size - 1
     param_table.__version__ = "0.0.9" if rank == other else kept
     try:
