@@ -310,3 +310,24 @@ def test_a_trace_inside_another_profiler_leaves_autograd_out(tmp_path, caplog):
     with torch.profiler.profile(), sw.trace(tmp_path / "trace.json"):
         pass
     assert "another profiler of torch's is on" in caplog.text
+
+
+def test_an_interface_that_is_none_is_named(monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("[enforce fail at device.cc:84] ifa != nullptr. Unable to find address for: eth9")
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
+    with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME must name a network interface .*\blo\b.*, got 'eth9'"):
+        sw.init_process_group()
+
+
+def test_a_checkpointer_of_the_optimizer_that_wrap_was_given_says_which_to_pass(tmp_path):
+    module = torch.nn.Linear(3, 3)
+    given = torch.optim.AdamW(module.parameters())
+    model, optimizer = sw.wrap(module, given, zero=2)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    with sw.Checkpointer(tmp_path, model, given) as checkpoints:
+        with pytest.raises(sw.CheckpointError, match="at zero >= 1 pass the optimizer that sw.wrap"):
+            checkpoints.save(1)

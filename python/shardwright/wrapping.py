@@ -155,6 +155,12 @@ def wrap(
             f"reduce_dtype and compress={given.compress} both set the wire format of gradients: pass one of them"
         )
     ignored = {each if isinstance(each, str) else id(each) for each in given.ignored_params}
+    held = {id(p) for p in module.parameters()}
+    for each in given.ignored_params:
+        if not isinstance(each, str) and id(each) not in held:
+            raise ValueError(
+                f"ignored_params: a parameter of shape {tuple(each.shape)} is not one of {type(module).__name__}"
+            )
     members = [p for name, p in module.named_parameters() if id(p) not in ignored and name not in ignored]
     takes_over = given.step_in_backward and optimizer is None
     if takes_over and (optimizer := optimizer_of(members)) is None:

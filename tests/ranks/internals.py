@@ -48,6 +48,7 @@ HOMES = {
     "PHASES": "observe.rings",
     "account": "comm.account",
     "goodput": "observe.goodput",
+    "param_table": "layout.param_table",
     "row_of": "observe.rings",
     "waits": "comm.waits",
     "watch": "observe.watch",

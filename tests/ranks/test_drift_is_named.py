@@ -4,6 +4,7 @@ a gradient goes unaveraged."""
 import pytest
 import torch
 from harness import gather, on_every_rank, same_everywhere
+from internals import param_table
 from models import Mlp
 from peer import PEER, batch, data_parallel, engine, sw
 from torch import nn
@@ -167,3 +168,21 @@ def test_a_change_on_one_rank_alone_ends_its_peers_waits_at_once(rank, world_siz
         for _ in range(2):
             wrapped(batch(rank, 6, 7, dtype=next(module.parameters()).dtype)).sum().backward()
     gather(None)  # the rank lives on, so its end has told no peer
+
+
+@on_every_rank()
+def test_a_rank_of_another_version_is_named(rank, world_size):
+    kept, other = param_table.__version__, world_size - 1
+    param_table.__version__ = "0.0.9" if rank == other else kept
+    try:
+        if world_size == 1:
+            return
+        with pytest.raises(
+            sw.Error, match=r"has shardwright 0\.0\.9 .*install the same version on every rank"
+        ) as caught:
+            sw.wrap(Mlp())
+        holders = "rank 0 has" if world_size == 2 else "ranks 0, 1 have"
+        assert world_size > 3 or f"{holders} shardwright {kept}" in str(caught.value)
+    finally:
+        param_table.__version__ = kept
+    gather(None)

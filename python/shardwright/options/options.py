@@ -309,12 +309,6 @@ class Options:
         """Return the names in ignored_params. Raise ValueError for one that no parameter or buffer of `module` has."""
         named = {n for each in (module.named_parameters, module.named_buffers) for n, _ in each(remove_duplicate=False)}
         names = {item for item in self.ignored_params if isinstance(item, str)}
-        held = {id(p) for p in module.parameters()}
-        for each in self.ignored_params:
-            if not isinstance(each, str) and id(each) not in held:
-                raise ValueError(
-                    f"ignored_params: a parameter of shape {tuple(each.shape)} is not one of {type(module).__name__}"
-                )
         for name in sorted(names - named):
             raise ValueError(
                 f"ignored_params: {type(module).__name__} has no parameter or buffer {name!r}{near(name, named)}"

@@ -200,8 +200,8 @@ def optimizer_content(
     stray = [key for key in whole if key not in parameters]
     if stray:
         raise CheckpointError(
-            f"{type(optimizer).__name__} keeps state under {len(stray)} keys that are not its parameters: not savable; pass the optimizer "
-            "that sw.wrap or sw.shard_optimizer returned, not the one that was given to it"
+            f"{type(optimizer).__name__} keeps state under {len(stray)} keys that are not its parameters: not savable; at zero >= 1 pass the "
+            "optimizer that sw.wrap or sw.shard_optimizer returned"
         )
     body["state"] = state
     group = optimizer_group(tensors, max_file_bytes)
