@@ -32,6 +32,9 @@ STAGES: dict[str, dict[str, Any]] = {
     "zero=3": {"zero": 3},
     "zero=3 private": {"zero": 3, "share_parameters": False},
 }
+#: the same with steps in the backward, by arm, and the arm of ordinary steps
+STEPPING = {f"{arm} in the backward": arm for arm in ("ours", "zero=1", "zero=2", "zero=3")}
+STAGES |= {stepping: {**STAGES[arm], "step_in_backward": True} for stepping, arm in STEPPING.items()}
 #: ZeroRedundancyOptimizer over DDP with bucket views; True: parameters_as_bucket_view
 REDUNDANCY = {"ZeroRedundancyOptimizer": False, "ZeroRedundancyOptimizer view": True}
 #: FSDP2: reshard_after_forward of each block or layer; the root keeps FSDP2's default

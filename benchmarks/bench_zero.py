@@ -1,7 +1,7 @@
 """A whole training step (forward, backward, AdamW(fused=True)) under sw.wrap at zero=1, 2 and 3, against its peers.
 
 Peers are torch's DDP at its best, DDP with ZeroRedundancyOptimizer, FSDP2 on Gloo, DeepSpeed if it is installed, and
-the same step without any communication. Also peak memory.
+the same step without any communication. Also peak memory, and both with step_in_backward=True against ordinary steps.
 
 Each arm trains its own copy of the model, in the same ranks, step by step in turns. At zero=1 and 2 each rank has its
 own copy of the parameters. At zero=3 the host has one copy (shared), or each rank gathers its slices while they are
@@ -10,6 +10,7 @@ used (private).
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from arms import (
     FSDP2,
     REDUNDANCY,
     ROWS,
+    STAGES,
+    STEPPING,
     DeepSpeedTrainer,
     Trainer,
     best_of,
@@ -125,6 +128,26 @@ def deepspeed(report: common.Report) -> None:
         report.add_times(f"gpt step W=2 {ours[arm]}", times[ours[arm]], times[arm], arm, goal=DEEPSPEED_GOAL)
 
 
+def in_backward(report: common.Report) -> None:
+    """Compare steps in the backward with ordinary ones: processor time of both ranks, and peak memory."""
+    arms = [*STEPPING.values(), *STEPPING, "none", "torch DDP view"]
+    ranks = common.run_ranks(2, time_steps, "gpt", arms, 15, 45.0)
+    cpu_s = {
+        arm: statistics.median(sum(each.cpu_s for each in samples) for samples in zip(*(rank[arm] for rank in ranks)))
+        for arm in arms
+    }
+    above, _ = pss.peaks("gpt", [*STEPPING.values(), *STEPPING], 2, common.LEAST_ROUNDS)
+    for arm, ordinary in STEPPING.items():
+        ours, name, samples = STAGES[arm]["zero"], "ordinary steps", len(ranks[0][arm])
+        case = f"gpt W=2 zero={ours} step in the backward"
+        report.add(
+            f"{case}, processor time", "ms", cpu_s[arm] * 1e3, cpu_s[ordinary] * 1e3, name, goal=None, samples=samples
+        )
+        report.add(
+            f"{case}, peak PSS above the start", "MiB", above[arm], above[ordinary], name, goal=None, samples=samples
+        )
+
+
 def memory(report: common.Report, world_size: int, *, quick: bool) -> None:
     ours = [SHARED] if quick else OURS
     ddp, redundancy = "torch DDP default", "ZeroRedundancyOptimizer"
@@ -138,12 +161,14 @@ def memory(report: common.Report, world_size: int, *, quick: bool) -> None:
 
 
 def main() -> None:
-    report, quick = common.begin("zero", __doc__, ["gpt", LARGE, "mlp", "deepspeed", "memory"])
+    report, quick = common.begin("zero", __doc__, ["gpt", LARGE, "mlp", "deepspeed", "backward", "memory"])
     for case in ("gpt",) if quick else ("gpt", LARGE, "mlp"):
         if report.wants(case):
             whole_steps(report, case, quick=quick)
     if not quick and report.wants("deepspeed"):
         deepspeed(report)
+    if not quick and report.wants("backward"):
+        in_backward(report)
     for world_size in (2,) if quick else (2, 4):
         if report.wants("memory"):
             memory(report, world_size, quick=quick)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from shardwright.integrations.settings import read_settings
 from shardwright_tools.cli import main
-from shardwright_tools.planner.choose import Work, candidates, choose
+from shardwright_tools.planner.choose import Work, _candidate, candidates, choose
 from shardwright_tools.planner.forms import FORMS, run_options
 from shardwright_tools.planner.machine import Machine, shown_bytes
 from shardwright_tools.planner.memory import (
@@ -189,6 +189,10 @@ def test_buckets_are_closed_at_their_cap():
     assert gradient_bytes([300, 200], zero=0, slices=1, cap_bytes=100, on_gpu=False) == 500
     assert gradient_bytes([300, 200], zero=2, slices=2, cap_bytes=100, on_gpu=False) == 400 + 250
     assert gradient_bytes([300, 200], zero=2, slices=2, cap_bytes=100, on_gpu=True) == 500 + 250
+    for zero, expected in ((0, 400), (2, 400 + 200)):
+        settings = {"zero": zero, "slices": 1 + (zero > 0), "cap_bytes": 100, "on_gpu": False, "steps": True}
+        assert gradient_bytes([300, 200, 200], **settings) == expected
+        assert gradient_bytes([200, 300, 100], **settings) == expected, "the last bucket lies behind the second"
     assert gradient_bytes([], zero=3, slices=2, cap_bytes=100, on_gpu=True) == 0
 
 
@@ -659,6 +663,28 @@ def test_a_module_larger_than_a_rank_is_said_to_be_built_on_meta():
     assert not any(
         "meta device" in note for note in choose(from_config(LLAMA_8B), h100(), Work(precision="bf16")).notes
     )
+
+
+def test_steps_in_the_backward_come_before_a_file():
+    """A law of the rung: only where gradients are what does not fit, on CPUs, without accumulation."""
+    shape, work = from_config(LLAMA_8B), Work(sequence=16, precision="fp32")
+    need = {}
+    for steps in (False, True):
+        need[steps] = _candidate(shape, Machine(1, 8, 10**12, 6.0, 1.1, False), work, 3, None, True, 1, 1, steps=steps)
+    assert need[False].memory.gradients - need[True].memory.gradients > 0.9 * shape.numel * 4 / 8
+    memory = int((need[True].memory.total + need[False].memory.total) / 2 / 0.9)
+    machine = Machine(1, 8, memory, 6.0, 1.1, False)
+    found = choose(shape, machine, work)
+    assert found.chosen.fits and found.chosen.steps and "no clipping by the norm" in found.reason
+    assert "step_in_backward=True" in found.chosen.label and "step_in_backward=True)" in FORMS["wrap"](
+        found.chosen, machine, work
+    )
+    assert read_settings(run_options(found.chosen, machine)) == {"zero": 3, "wrap_options": {"step_in_backward": True}}
+    for form in ("accelerate", "fsdp2", "deepspeed"):
+        with pytest.raises(PlanError, match="only sw.wrap has step_in_backward=True"):
+            FORMS[form](found.chosen, machine, work)
+    other = choose(shape, machine, dataclasses.replace(work, accumulate=2)).chosen
+    assert other.fits and not other.steps and other.offload
 
 
 def test_parameters_leave_a_memory_that_holds_no_slices():

@@ -165,8 +165,10 @@ void sw_reducer_forget_steps(sw_reducer *reducer)
 
 void sw_reducer_note_step(sw_reducer *reducer, uint32_t digest)
 {
-    reducer->noted += digest; /* several optimizers may step in any order between two rounds */
-    reducer->notes++;
+    bool again = reducer->takes_means && reducer->notes; /* a backward before led to no round */
+    /* several optimizers may step in any order between two rounds */
+    reducer->noted = again ? digest : reducer->noted + digest;
+    reducer->notes += !again;
 }
 
 /* Mix the steps noted since the last round into the digest. */

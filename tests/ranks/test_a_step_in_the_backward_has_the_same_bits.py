@@ -687,3 +687,41 @@ def test_a_lazy_save_beside_a_step_in_the_backward_is_whole(rank, world_size, st
     gather(None)
     if rank == 0:
         shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_every_rank()
+def test_two_models_in_one_loss_that_send_in_one_order_have_them_too(rank, world_size, stage):
+    found = []
+    for steps in (False, True):
+        first, second = (begin(step_in_backward=steps, **STAGES[stage]) for _ in range(2))
+        losses = []
+        for step in range(3):
+            loss = loss_of(first[0], rank, step) + loss_of(second[0], rank, step + 9)
+            loss.backward()
+            for _, stepper in (first, second):
+                stepper.step()
+                stepper.zero_grad()
+            losses.append(loss.item())
+        found.append((losses, outcome(*first), outcome(*second)))
+    assert found[0][0] == found[1][0]
+    for mine, theirs in zip(found[1][1:], found[0][1:], strict=True):
+        assert_equal(mine, theirs, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_every_rank()
+def test_gradients_that_a_rank_asks_for_are_no_part_of_a_step(rank, world_size, stage):
+    found = []
+    for asking in ((), (0,), range(world_size)):
+        model, stepper = begin(step_in_backward=True, **STAGES[stage])
+        for step in range(4):
+            train(model, stepper, rank, 1, first=step)
+            for _ in range(2) if rank in asking else ():
+                x = batch(rank, 6, 7).requires_grad_()
+                assert torch.autograd.grad(model(x).sum(), [x])[0].shape == x.shape
+            for group in stepper.param_groups:
+                group["lr"] *= 0.5
+        found.append(outcome(model, stepper))
+    for asked in found[1:]:
+        assert_equal(asked, found[0], stage)

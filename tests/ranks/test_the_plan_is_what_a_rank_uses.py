@@ -61,6 +61,7 @@ def plan_of(module, world_size, options, precision="fp32", optimizer="adamw"):
         shared=options.get("share_parameters", True) and options["zero"] == 3,
         offload=(options.get("offload") or {}).get("parameters"),
         homes="offload" in options,
+        steps="step_in_backward" in options,
     )
 
 
@@ -85,7 +86,8 @@ def test_the_plan_of_parameters_in_files_is_what_describe_says(rank, world_size)
 @on_every_rank()
 def test_the_plan_is_what_describe_says(rank, world_size, name):
     wrong = []
-    for stage, options in STAGES.items():
+    stepping = {f"{stage} in the backward": each | {"step_in_backward": True} for stage, each in STAGES.items()}
+    for stage, options in (STAGES | stepping).items():
         module = MODELS[name]()
         planned = plan_of(module, world_size, options)
         wrapped = sw.wrap(module, torch.optim.AdamW(module.parameters()), **options)

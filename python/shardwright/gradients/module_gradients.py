@@ -293,6 +293,8 @@ class ModuleGradients:
             opened and self._reducer.stays_in_rows
         ):  # no round: the ranks still read one another's rows until here
             self._backend.fence(f"reads of the parameters of {self._label}")
+        elif self.steps:  # of torch.autograd.grad(), which brings no parameter a gradient
+            self._cancel_step()
         if self.watcher is not None:
             self.watcher.after_round(time.perf_counter() - begin_s)
 

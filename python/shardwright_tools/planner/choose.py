@@ -48,6 +48,7 @@ class Candidate:
     over: int  # bytes beyond the memory, negative if it fits
     shared: bool = False
     homes: bool = False  # parameters lie where the state does
+    steps: bool = False  # with step_in_backward=True
 
     @property
     def offload_value(self) -> str:
@@ -63,6 +64,8 @@ class Candidate:
             parts.append(f'{what}"{self.offload}"')
         if self.checkpointed:
             parts.append("activation checkpointing")
+        if self.steps:
+            parts.append("step_in_backward=True")
         parts += [f"{name}={value}" for name, value in (("tp", self.tp), ("pp", self.pp)) if value > 1]
         return ", ".join(parts)
 
@@ -80,7 +83,7 @@ class Choice:
 
 def _candidate(
     shape: Shape, machine: Machine, work: Work, zero: int, offload: str | None, checkpointed: bool, tp: int, pp: int,
-    homes: bool = False,
+    homes: bool = False, steps: bool = False,
 ) -> Candidate:  # fmt: skip
     precision = PRECISIONS[work.precision]
     ranks = machine.world // (tp * pp)
@@ -96,6 +99,7 @@ def _candidate(
         offload=offload,
         homes=homes,
         shared=shared,
+        steps=steps,
         tp=tp,
         pp=pp,
         ep=work.ep,
@@ -108,7 +112,7 @@ def _candidate(
     workspace = workspace_bytes(shape, tokens, precision.compute, tp) if kept else 0
     memory = dataclasses.replace(held, activations=kept or 0, workspace=workspace, runtime=runtime)
     over = memory.total - int(_USABLE * machine.memory)
-    return Candidate(zero, offload, checkpointed, tp, pp, memory, over <= 0, over, shared, homes)
+    return Candidate(zero, offload, checkpointed, tp, pp, memory, over <= 0, over, shared, homes, steps)
 
 
 def candidates(shape: Shape, machine: Machine, work: Work) -> list[Candidate]:
@@ -124,7 +128,10 @@ def candidates(shape: Shape, machine: Machine, work: Work) -> list[Candidate]:
 
 
 def _ladder(shape: Shape, machine: Machine, work: Work) -> Iterator[Candidate]:
-    """Yield configurations, the cheapest in time first: stages, then recomputation, then offload, then more degrees."""
+    """Yield configurations, the cheapest in time first: stages, then recomputation, then offload, then more degrees.
+
+    Before offload come steps in the backward, which cost less time than recomputation, but exclude clipping by the norm.
+    """
     degrees = [(work.tp, work.pp)]
     if shape.is_transformer and work.tp == work.pp == 1 and machine.on_gpu:
         degrees += [(tp, 1) for tp in (2, 4, 8) if _may_slice(shape, machine, tp, 1)]
@@ -134,6 +141,8 @@ def _ladder(shape: Shape, machine: Machine, work: Work) -> Iterator[Candidate]:
         for checkpointed in (False, True)[: 1 + shape.is_transformer]:
             for zero in (0, 1, 2, 3):
                 yield _candidate(shape, machine, work, zero, None, checkpointed, tp, pp)
+    for zero in (0, 1, 2, 3) if not machine.on_gpu and work.accumulate == 1 else ():
+        yield _candidate(shape, machine, work, zero, None, shape.is_transformer, work.tp, work.pp, steps=True)
     for offload in _offloads(machine, work):
         for zero, homes in ((2, False), (3, False), (3, True))[: 2 + _may_leave(3, work)]:
             yield _candidate(shape, machine, work, zero, offload, shape.is_transformer, work.tp, work.pp, homes)
@@ -191,7 +200,7 @@ def choose(shape: Shape, machine: Machine, work: Work) -> Choice:
     nearest = min(cheaper, key=lambda each: each.over, default=None)
     seconds, days, batch = _times(shape, machine, work, chosen)
     notes = [*_notes(shape, machine, work, chosen, seconds)]
-    same = (work, 3, chosen.offload, chosen.checkpointed, chosen.tp, chosen.pp, chosen.homes)
+    same = (work, 3, chosen.offload, chosen.checkpointed, chosen.tp, chosen.pp, chosen.homes, chosen.steps)
     more = (dataclasses.replace(machine, hosts=machine.hosts << k) for k in range(1, 9))
     enough = None if chosen.fits else next((each.hosts for each in more if _candidate(shape, each, *same).fits), None)
     reason = _reason(chosen, machine, enough)
@@ -217,6 +226,8 @@ def _reason(chosen: Candidate, machine: Machine, enough: int | None) -> str:
     text = f"{chosen.label}: {_BECAUSE[chosen.zero]}"
     if chosen.checkpointed:
         text += "; activations fit only if layers are computed again in the backward (about a third more time)"
+    if chosen.steps:
+        text += "; gradients never stand at once, as the optimizer steps in the backward: no clipping by the norm"
     if chosen.tp > 1:
         text += f"; matrices are sliced over {chosen.tp} ranks of a host, where the link is fastest"
     if chosen.pp > 1:

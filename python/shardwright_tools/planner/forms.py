@@ -19,6 +19,8 @@ def wrap_call(chosen: Candidate, machine: Machine, work: Work) -> str:
         words.append(f"offload={chosen.offload_value}")
     if _is_private(chosen, machine):
         words.append("share_parameters=False")
+    if chosen.steps:
+        words.append("step_in_backward=True")
     if chosen.homes and machine.on_gpu:
         words.append('device="cuda"')  # of a module that is on the CPU or the meta device
     before, part = _mesh(chosen, machine, work)
@@ -66,9 +68,16 @@ def run_options(chosen: Candidate, machine: Machine) -> str:
         raise PlanError("--launch accelerate starts data-parallel ranks only: use --launch torchrun with tp or pp")
     place = chosen.offload_value.replace(" ", "") if chosen.homes else chosen.offload
     words = [f"zero={chosen.zero}", *([f"offload={place}"] if chosen.offload else [])]
+    if chosen.steps:
+        words.append("step_in_backward=true")
     if _is_private(chosen, machine):
         words.append("share_parameters=false")
     return ",".join(words)
+
+
+def _refuse_steps(chosen: Candidate) -> None:
+    if chosen.steps:
+        raise PlanError("only sw.wrap has step_in_backward=True, without which the model does not fit: use --form wrap")
 
 
 def mixed(work: Work) -> str:
@@ -78,6 +87,7 @@ def mixed(work: Work) -> str:
 
 def _accelerate(chosen: Candidate, machine: Machine, work: Work) -> str:
     """Return the file that `accelerate launch --config_file` reads. Our Accelerator takes zero= itself."""
+    _refuse_steps(chosen)
     if chosen.pp > 1:
         raise PlanError(f"accelerate has no pipeline stages, got pp {chosen.pp}: use --form wrap")
     sharded = chosen.zero >= 2
@@ -105,6 +115,7 @@ def _accelerate(chosen: Candidate, machine: Machine, work: Work) -> str:
 
 
 def _fsdp2(chosen: Candidate, machine: Machine, work: Work) -> str:
+    _refuse_steps(chosen)
     device = "cuda" if machine.on_gpu else "cpu"
     lines, part = _mesh(chosen, machine, work)
     if chosen.zero < 2:  # FSDP2 has no form that keeps whole gradients
@@ -124,6 +135,7 @@ def _fsdp2(chosen: Candidate, machine: Machine, work: Work) -> str:
 
 
 def _deepspeed(chosen: Candidate, machine: Machine, work: Work) -> str:
+    _refuse_steps(chosen)
     if chosen.pp * work.cp > 1:
         raise PlanError(
             f"a DeepSpeed JSON has no pipeline stages and no context parallelism, got pp {chosen.pp} and cp {work.cp}: use --form wrap"

@@ -71,13 +71,25 @@ def cut_buckets(
     return buckets
 
 
-def gradient_bytes(buckets: Sequence[int], *, zero: int, slices: int, cap_bytes: int, on_gpu: bool) -> int:
-    """Return the bytes of gradient memory per rank. At zero >= 2 whole buckets pass through a ring."""
-    if zero < 2 or not buckets:
+def gradient_bytes(
+    buckets: Sequence[int], *, zero: int, slices: int, cap_bytes: int, on_gpu: bool, steps: bool = False
+) -> int:
+    """Return the bytes of gradient memory per rank. At zero >= 2 whole buckets pass through a ring.
+
+    `steps`: with step_in_backward=True they do so at every stage, and slices of means lie in a ring, too.
+    """
+    if (zero < 2 and not steps) or not buckets:
         return sum(buckets)
     first, *rest = sorted(buckets, reverse=True)
     second = (rest[0] if rest else 0) if on_gpu else min(cap_bytes, first)
-    return min(sum(buckets), first + second) + sum(each // slices for each in buckets)
+    ring = min(sum(buckets), first + second)
+    if steps:
+        at = end = 0
+        for each in buckets:
+            at = each + (0 if at + each > ring else at)
+            end = max(end, at)
+        return end + (end // slices if slices > 1 else 0)
+    return ring + sum(each // slices for each in buckets)
 
 
 def _unit_bytes(units: Sequence[Unit], numel: dict[str, int], item: int, on_gpu: bool) -> int:
@@ -101,6 +113,7 @@ def state_of(
     offload: str | None = None,
     homes: bool = False,
     shared: bool = False,
+    steps: bool = False,
     tp: int = 1,
     pp: int = 1,
     ep: int = 1,
@@ -109,7 +122,7 @@ def state_of(
     """Return the bytes of a rank's model state. `ranks` average gradients; `host_ranks` of them are on one host.
 
     `shared`: at zero=3 on CPUs, one copy of the parameters per host instead of gathered units. `homes`: parameters lie where
-    `offload` says, too; those of a GPU with their averaged gradients.
+    `offload` says, too; those of a GPU with their averaged gradients. `steps`: with step_in_backward=True.
     """
     if optimizer not in OPTIMIZERS:
         raise PlanError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
@@ -127,13 +140,13 @@ def state_of(
     numel = {name: sum(each) for name, each in tensors.items()}
     whole = sum(unit.count * numel[unit.name] for unit in units)
     groups = [tensors[unit.name] for unit in units for _ in range(unit.count)]
-    cap = min(cap_bytes, SLICED_CAP_BYTES) if zero >= 2 and not on_gpu else cap_bytes
+    cap = min(cap_bytes, SLICED_CAP_BYTES) if (zero >= 2 or steps) and not on_gpu else cap_bytes
     released = zero == 3 and not shared
     slices = ranks if zero else 1
     joined = groups if released and on_gpu else [[each for group in groups for each in group]]
     buckets = cut_buckets(joined, precision.gradient, cap, max(slices, 1))
     stepped = whole // slices
-    gradients = gradient_bytes(buckets, zero=zero, slices=max(slices, 1), cap_bytes=cap, on_gpu=on_gpu)
+    gradients = gradient_bytes(buckets, zero=zero, slices=max(slices, 1), cap_bytes=cap, on_gpu=on_gpu, steps=steps)
     leaves = offload and (on_gpu or offload.startswith("nvme"))
     masters, moments = (0, 0) if leaves else (stepped * precision.master, stepped * OPTIMIZERS[optimizer])
     if released:
@@ -147,7 +160,7 @@ def state_of(
         sharers = host_ranks if zero == 3 else 1
         parameters = whole * precision.parameter // sharers
         held = whole * precision.copy // sharers
-    in_flight = gradients - sum(each // slices for each in buckets) if zero >= 2 else 0
+    in_flight = gradients if steps else gradients - sum(each // slices for each in buckets) if zero >= 2 else 0
     return Memory(
         parameters=parameters,
         units=held,
