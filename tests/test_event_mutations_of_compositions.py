@@ -75,6 +75,8 @@ UNSEEN = (
     ("the ranks agree right after it", "slot_memory.c", "creation of the communicator"),
     ("a transport's creation or failure", "slot_rounds.c", "t->ended", "limit_ns"),
     ("the end of a transport", "slot_transport.c", "t->ended"),
+    ("a module ends after the host has read its values", "device_home.c", "home->left"),
+    ("a module ends after the host has read its values", "device_units.c", "u->idle"),
     (
         "a module ends after the host has read its values, or with all of its work done",
         "device_rounds.c",
