@@ -25,7 +25,7 @@ LINES = {
     "shardwright/parameters": 5_155,
     "shardwright/torch_compat": 1_636,
     "shardwright_tools": 317,
-    "shardwright_tools/cli": 3_280,
+    "shardwright_tools/cli": 3_283,
     "shardwright_tools/convert": 1_290,
     "shardwright_tools/doctor": 1_198,
     "shardwright_tools/gpu_check": 1_306,

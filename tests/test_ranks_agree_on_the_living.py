@@ -235,7 +235,8 @@ def test_a_rank_or_a_host_that_is_lost_ends_in_one_group_of_the_living(faults, l
 @pytest.mark.parametrize(
     ("world_size", "faults", "lates", "hosts"),
     [(2, 1, False, (0, 1, 1)), (2, 2, False, (0, 0, 1, 1)), (3, 1, False, (0, 0, 1, 1)), (2, 1, True, (0, 1, 1))]
-    + [(2, 1, True, (0, 0, 1)), (3, 2, False, (0, 0, 1, 1)), (3, 1, True, (0, 0, 1, 1)), (2, 2, False, (0, 1, 0, 1))] * LONG,
+    + [(2, 1, True, (0, 0, 1)), (3, 2, False, (0, 0, 1, 1)), (3, 1, True, (0, 0, 1, 1)), (2, 2, False, (0, 1, 0, 1))]
+    * LONG,
 )
 def test_spares_of_any_host_leave_no_free_place(world_size, faults, lates, hosts):
     """`hosts`: of the ranks, then of the spares."""

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from shardwright.comm.board import Board
 
 WAITS = "import pathlib, time\nwhile not pathlib.Path('{go}').exists(): time.sleep(0.02)\n"
 DIES = "import os; os.kill(os.getpid(), 9)"
@@ -30,9 +31,9 @@ if path:
 """
 
 
-def start(programs, restart=0, *options):
-    """Start a rank for each program, as torchrun does."""
-    environment = {**os.environ, "WORLD_SIZE": str(len(programs)), "LOCAL_WORLD_SIZE": str(len(programs))}
+def start(programs, restart=0, *options, others=0):
+    """Start a rank for each program, as torchrun does. `others`: ranks on other hosts."""
+    environment = {**os.environ, "WORLD_SIZE": str(len(programs) + others), "LOCAL_WORLD_SIZE": str(len(programs))}
     environment["TORCHELASTIC_RESTART_COUNT"] = str(restart)
     command = [sys.executable, "-m", "shardwright", "rank", *options, "--", sys.executable, "-c"]
     return [
@@ -139,6 +140,39 @@ def test_a_spare_that_has_a_place_is_a_rank(tmp_path):
     finishes = spare(tmp_path, f"pathlib.Path('{tmp_path}/seated').touch(); raise SystemExit(0)")
     parents = start([finishes + WAITS.format(go=tmp_path / "seated") + DIES] * 2, 0, "--spares", "1")
     assert codes_of(parents) == [0, 0] and not folders(tmp_path)
+
+
+#: a rank comes to its job and dies; as a spare it waits until all others have ended
+COMES = """
+import os, pathlib, time
+from shardwright.comm.board import Board, own_member
+if path := os.environ.get("SHARDWRIGHT_SPARE"):
+    while not pathlib.Path("{folder}/go").exists(): time.sleep(0.02)
+    pathlib.Path(path).write_text("{state}")
+    raise SystemExit({code})
+jobs, own = "{folder}/attempts", own_member()
+os.makedirs(jobs, exist_ok=True)
+Board(jobs + "/job").say("1", [jobs, []])
+Board(jobs + "/spares").say(own.name, own)
+Board(os.environ["SHARDWRIGHT_START"] + "/loops").say("1", jobs)
+"""
+
+
+@pytest.mark.parametrize(("state", "code"), [("done", 0), ("waits", 1)])
+def test_a_host_whose_ranks_have_died_tells_the_others_and_has_the_code_of_the_job(tmp_path, state, code):
+    """Ranks of other hosts may be left, so its spares wait on. "waits": they find that no rank is left anywhere."""
+    parents = start([COMES.format(folder=tmp_path, state=state, code=code) + DIES] * 2, others=2)
+    assert all("again as a spare" in each.stderr.readline() for each in parents)
+    deadline = time.monotonic() + 30
+    ended = Board(str(tmp_path / "attempts" / "ended"))
+    while len(ended.said()) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert ended.said().keys() == Board(str(tmp_path / "attempts" / "spares")).said().keys()
+    time.sleep(0.5)
+    assert [each.poll() for each in parents] == [None, None]
+    (tmp_path / "go").touch()
+    assert codes_of(parents) == ([0, 0] if code == 0 else [137, 137]) and not folders(tmp_path)
 
 
 def test_what_cannot_be_outlived_is_one_sentence(tmp_path):

@@ -60,9 +60,12 @@ def run(options: argparse.Namespace) -> int:
         if getattr(options, name) < 0:
             raise Nothing(f"--{name} must be a number from 0, got {getattr(options, name)}")
     if options.join is not None:
-        folder, numbers = _folder(os.getpid()), range(max(options.spares, 1))
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: the number of threads changes bits
+        folder, numbers = _folder(os.getpid()), [*range(max(options.spares, 1))]
         _join(options.join, folder)
-        code = _outlive([_Slot(words, folder, each, 0, options.restarts) for each in numbers], folder, len(numbers), True)
+        code = _outlive(
+            [_Slot(words, folder, each, 0, options.restarts) for each in numbers], folder, len(numbers), True
+        )
         shutil.rmtree(folder, ignore_errors=True)
         return code
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
