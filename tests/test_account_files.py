@@ -136,6 +136,28 @@ def test_another_users_folder_is_neither_used_nor_trusted(tmp_path: Path, capsys
 
 
 @needs_root
+def test_of_several_jobs_the_newest_are_named_with_what_tells_them_apart(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    (tmp_path / "train.py").write_text("input()")
+    with subprocess.Popen([sys.executable, str(tmp_path / "train.py")], stdin=subprocess.PIPE) as program:
+
+        def ranks_of(folder: Path) -> list[Any]:
+            number = int(folder.name.removeprefix("run-"))
+            head = types.SimpleNamespace(pid=program.pid, unix_ns=number, world_size=1 + number % 2, steps=10 * number)
+            return [types.SimpleNamespace(head=head, state="gone" if number == 20 else "running")]
+
+        for number in range(21):
+            (tmp_path / "jobs" / f"run-{number}").mkdir(parents=True, mode=0o755)
+        monkeypatch.setattr("shardwright_tools.cli.why.folders", lambda: [tmp_path / "jobs"])
+        monkeypatch.setattr("shardwright_tools.cli.why.read_ranks", ranks_of)
+        assert main(["why"]) == 2
+        program.communicate(b"\n")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "needed: run-19 (train.py, 2 ranks, step 190), run-18 (train.py, 1 rank, step 180), run-17 (" in line
+    assert line.endswith("run-12 (train.py, 1 rank, step 120), or one of 12 older jobs")
+
+
 def test_a_full_disk_leaves_the_account_in_memory(tmp_path: Path) -> None:
     """A file with holes would be a SIGBUS at a later store."""
     mount = 'mount -t tmpfs -o size=1m,mode=700 none $0 && exec env TMPDIR=$0 "$@"'

@@ -127,6 +127,12 @@ def test_by_plugin(rank, world_size):
         with variables({"ACCELERATE_USE_FSDP": "true"}):  # a stage that the program gives wins
             accelerator, state, said = trained(rank, zero=1)
             assert accelerator.zero == 1 and said == [] and same(state, expected)
+        run = {
+            "SHARDWRIGHT_OPTIONS": "zero=1,partition=flat"
+        }  # and one that `shardwright run` was given, with all that it was given
+        with variables({"ACCELERATE_USE_FSDP": "true", **run}):
+            accelerator, state, said = trained(rank)
+            assert (accelerator.zero, accelerator.partition) == (1, "flat") and said == [] and same(state, expected)
     gather(None)
 
 

@@ -45,7 +45,7 @@ from ..torch_compat.internals import original_of
 from ..wrapping import clip_before_steps, full_parameters
 from .meta_loading import keep_loading
 from .plugins import Settings, take_over
-from .settings import chosen
+from .settings import chosen, names_a_stage
 from .wrappers import Wrappers, stepping, whole_parameters
 
 __all__ = ["Accelerator", "CompressionHandler"]
@@ -143,7 +143,7 @@ class Accelerator(accelerate.Accelerator):
         kwargs_handlers: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        plugin = None if (found := take_over(kwargs)) is None or zero is not None else found
+        plugin = None if (found := take_over(kwargs)) is None or zero is not None or names_a_stage() else found
         if plugin is not None:
             zero, wrap_options = plugin.zero, {**plugin.wrap_options, **(wrap_options or {})}
             if plugin.accumulation_steps is not None:

@@ -50,6 +50,12 @@ def _read_item(item: str) -> tuple[str, Any]:
         return name, value
 
 
+def names_a_stage() -> bool:
+    """Return whether the text of the variable has a stage, which then wins over that of a launch."""
+    text = os.environ.get(VARIABLE)
+    return bool(text) and "zero" in read_settings(text or "")
+
+
 def chosen(text: str, zero: int | None, **given: Any) -> dict[str, Any]:
     """Return the arguments of Accelerator: those given or, if no stage is given, those of a text or the variable."""
     text = text or os.environ.get(VARIABLE, "")

@@ -43,9 +43,9 @@ _STATES = {
     "R": "running",
     "S": "sleeping",
 }
+#: running jobs that an error names
+_SHOWN = 8
 _ELSEWHERE = "on another host"
-#: jobs that a sentence names
-_JOBS = 8
 #: major page faults a second that hold a rank, and the seconds in which they are counted
 _SWAPS, _FAULTS_S = 50, 0.5
 _PHASES = {"data": "between two steps", "save": "in a save"}
@@ -187,23 +187,36 @@ def job_folder(job: str | None) -> Path:
         if not found:
             raise Nothing(f"there is no account of a job {job!r} in {', '.join(map(str, folders()))}")
         return _checked(found[0])
-    live = [each for each in jobs if _runs(each)]
+    running = {each: ranks for each in jobs if (ranks := _running(each))}
+    live = sorted(running, key=lambda each: running[each][0].head.unix_ns, reverse=True)
     if len(live) > 1:
-        newest = sorted(live, key=lambda each: each.stat().st_mtime, reverse=True)
-        names = ", ".join(each.name for each in newest[:_JOBS]) + ", ..." * (len(newest) > _JOBS)
-        raise Nothing(f"{len(live)} jobs run here: name one of {names}")
+        shown = ", ".join(f"{each.name} ({_said(running[each])})" for each in live[:_SHOWN])
+        older = f", or one of {len(live) - _SHOWN} older jobs" if len(live) > _SHOWN else ""
+        raise Nothing(f"several jobs run here, and the name of one is needed: {shown}{older}")
     dead = sorted((each for each in jobs if list(each.glob("rank-*"))), key=lambda each: each.stat().st_mtime)
     if not live and not dead:
         raise Nothing(f"no job of this user runs here: there is no account in {', '.join(map(str, folders()))}")
     return (live or dead)[-1]
 
 
-def _runs(folder: Path) -> bool:
-    """Return True if a rank of the job runs on this host; of other hosts an account does not tell."""
+def _running(folder: Path) -> list[Rank]:
+    """Return the ranks of a job that run on this host: of others an account does not tell. None of a version that is not read."""
     try:
-        return any(rank.state not in ("gone", _ELSEWHERE) for rank in read_ranks(folder))
-    except Nothing:  # of another version, or damaged
-        return False
+        return [rank for rank in read_ranks(folder) if rank.state not in ("gone", _ELSEWHERE)]
+    except Nothing:
+        return []
+
+
+def _said(ranks: Sequence[Rank]) -> str:
+    """Return what tells one job from others: its program, ranks and step."""
+    head = ranks[0].head
+    try:
+        words = Path(f"/proc/{head.pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:  # it has ended
+        words = []
+    program = next((os.path.basename(each) for each in words if each.endswith(".py")), "")
+    count = f"{head.world_size} rank{'s' if head.world_size > 1 else ''}"
+    return f"{program + ', ' if program else ''}{count}, step {head.steps}"
 
 
 def _is_readable(folder: Path) -> bool:
