@@ -32,7 +32,7 @@ LINES = {
     "shardwright_tools/planner": 2_351,
 }
 #: lines of C, headers and sources: the engine, and the check of its kernels that the tools import
-C_LINES = {"csrc": 52_567, "csrc_check": 2_321}
+C_LINES = {"csrc": 52_568, "csrc_check": 2_321}
 
 
 def lines_of(path: Path) -> int:

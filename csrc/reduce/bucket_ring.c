@@ -1,7 +1,8 @@
 /* bucket_ring.c - the places of buckets in a ring: one after the other, in space for the largest
  * bucket and one of the usual size. A bucket waits for earlier ones at its place. Where means share
  * memory, results point at places, so a place stays: buckets that are frozen when memory is made go
- * round the ring of the others by themselves, and a larger one begins with it and ends behind it. */
+ * round the ring of the others by themselves, and a larger one begins with it and ends behind it.
+ */
 #include "base/bytes.h"
 #include "reduce/host_rounds_state.h"
 
