@@ -300,6 +300,11 @@ def test_the_first_backward_holds_no_more_whole_gradients_than_later_ones(rank, 
 
 
 @on_every_rank()
+def test_a_function_around_a_part_of_a_unit_may_run_a_backward(rank, world_size):
+    assert_same_training(lambda model, optimizer: steps(model, optimizer, rank), Reversed, units=CUTS["whole"])
+
+
+@on_every_rank()
 def test_everything_is_released_after_a_backward(rank, world_size):
     model, optimizer = private(Blocks)
     assert_released(model)

@@ -18,7 +18,7 @@ from ..gradients.sharded_gradient import SteppedGradient
 from ..layout.memory import trim
 from ..parallel.agreement.optimizer_agreement import check_groups
 from ..torch_compat.autograd import set_gradient, unguarded
-from ..torch_compat.optimizers import bare_step, hooks_around, optimizers_of, take_hooks
+from ..torch_compat.optimizers import bare_step, hooks_around, optimizers_of, options_of, take_hooks
 from .master_weights import masters_in_place
 from .ownership import Entry
 from .rules import is_elementwise, name_of
@@ -57,8 +57,7 @@ def optimizer_of(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer | 
     made: dict[str, tuple[Any, dict[str, Any]]] = {}
     for parameter, each in pairs:
         values = {key: value for key, value in each.param_groups[0].items() if key != "params"}
-        given: dict[str, Any] = next(iter(getattr(parameter, "_optimizer_kwargs", ())), {})
-        others = {key: value for key, value in given.items() if key not in values}
+        others = {key: value for key, value in options_of(parameter).items() if key not in values}
         made[f"{name_of(each)}({', '.join(f'{key}={value}' for key, value in others.items())})"] = type(each), others
         group = next((one for one in groups if {**one, "params": 0} == {**values, "params": 0}), None)
         if group is None:

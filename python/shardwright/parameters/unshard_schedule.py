@@ -616,7 +616,8 @@ class UnitSchedule:
         """Learn from the graph of a forward what a first round would show only once its backward has ended.
 
         Parameters get a second gradient in a backward inside that one. It is run by a node of reentrant checkpointing, by a
-        function inside of which units ran without gradients, around the whole forward, or by what no graph shows.
+        function that names a backward or inside of which units ran without gradients, around the whole forward, or by what
+        no graph shows.
         """
         if self.rounds():
             self._reached = None

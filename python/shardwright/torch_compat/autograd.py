@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import operator
 import sys
 import weakref
@@ -274,7 +275,7 @@ def run_when_ready(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def search_graph(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
-    """Return (the leaves that get a gradient, if the backward runs others inside it, as reentrant checkpointing does)."""
+    """Return (the leaves that get a gradient, if the backward may run others inside it, as reentrant checkpointing does)."""
     leaves: list[torch.Tensor] = []
     nests, found = False, set()
     waiting: list[Any] = [each.grad_fn for each in tensors]
@@ -284,10 +285,20 @@ def search_graph(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], b
             continue
         found.add(node)
         waiting += [following for following, _ in node.next_functions]
-        kind = type(node).__name__  # a program's own node may have other attributes of any name
-        leaves += [node.variable] if kind == "AccumulateGrad" else []
-        nests |= "Checkpoint" in kind
+        kind = type(node)  # a program's own node may have other attributes of any name
+        leaves += [node.variable] if kind.__name__ == "AccumulateGrad" else []
+        nests |= "Checkpoint" in kind.__name__ or _runs_backwards(kind)
     return leaves, nests
+
+
+def _runs_backwards(kind: type) -> bool:
+    """Return True for a node of a program's own Function whose backward names what a backward inside it needs, as a reversible block's."""
+    function = getattr(kind, "_forward_cls", None)
+    if function is None or function.__module__.partition(".")[0] in ("torch", __name__.partition(".")[0]):
+        return False
+    code = getattr(inspect.unwrap(function.backward), "__code__", None)
+    names = () if code is None else code.co_names
+    return any("backward" in each or each in ("grad", "enable_grad", "set_grad_enabled") for each in names)
 
 
 def _registered_tensors(value: Any) -> Iterator[torch.Tensor]:

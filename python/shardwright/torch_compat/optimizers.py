@@ -64,6 +64,11 @@ def optimizers_of(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:
     return getattr(parameter, "_in_backward_optimizers", [])
 
 
+def options_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """Return the options with which _apply_optimizer_in_backward made the first of them."""
+    return next(iter(getattr(parameter, "_optimizer_kwargs", ())), {})
+
+
 def take_hooks(parameters: Iterable[torch.Tensor]) -> None:
     """Remove the hooks with which torch steps these optimizers on this rank's gradient alone."""
     try:
