@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = {
     "shardwright": 2_229,
     "shardwright/backend": 582,
-    "shardwright/checkpoint": 10_127,
+    "shardwright/checkpoint": 10_133,
     "shardwright/comm": 2_995,
     "shardwright/compress": 1_160,
     "shardwright/deepspeed": 9,
@@ -20,7 +20,7 @@ LINES = {
     "shardwright/layout": 1_287,
     "shardwright/observe": 1_511,
     "shardwright/optim": 4_548,
-    "shardwright/options": 1_212,
+    "shardwright/options": 1_217,
     "shardwright/parallel": 6_289,
     "shardwright/parameters": 5_156,
     "shardwright/torch_compat": 1_652,

@@ -85,6 +85,7 @@ def test_what_is_taken_is_loaded_and_nothing_else(rank, world_size, zero):
         ({"rename": RENAME}, "old_head.weight"),
         ({"strict": False, "rename": {"weight|bias": "x"}}, "two tensors the name"),
         ({"include": "head"}, "head.weight"),
+        ({"include": ["head", "modle"]}, "include: 'modle' is found in no name of the checkpoint or of the model"),
         ({"strict": False, "include": "("}, "regular expressions"),
         *([({"strict": rank == 1, "rename": RENAME}, "strict")] if world_size > 1 else []),
     ):

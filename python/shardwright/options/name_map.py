@@ -86,6 +86,11 @@ class NameMap:
         """Return whether a tensor with this new name is taken."""
         return not self._include or any(rule.search(name) for rule in self._include)
 
+    def unmatched(self, names: Iterable[str]) -> str | None:
+        """Return the first expression of `include` that is found in no name."""
+        names = list(names)
+        return next((rule.pattern for rule in self._include if not any(map(rule.search, names))), None)
+
     def renamed(self, named: Mapping[str, _T]) -> dict[str, _T]:
         """Return the values under their new names. Raise ValueError if two would get one name."""
         found: dict[str, _T] = {}
