@@ -133,6 +133,11 @@ def test_by_plugin(rank, world_size):
         with variables({"ACCELERATE_USE_FSDP": "true", **run}):
             accelerator, state, said = trained(rank)
             assert (accelerator.zero, accelerator.partition) == (1, "flat") and said == [] and same(state, expected)
+        run = {"SHARDWRIGHT_OPTIONS": "partition=flat,bucket_cap_mb=1,compress=fp16"}  # without a stage: the launch's
+        with variables({"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP", **run}):
+            accelerator = trained(rank)[0]
+            assert (accelerator.zero, accelerator.partition) == (2, "flat")
+            assert accelerator.wrap_options == {"bucket_cap_mb": 1} and accelerator.compress is not None
     gather(None)
 
 

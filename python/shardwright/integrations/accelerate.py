@@ -45,7 +45,7 @@ from ..torch_compat.internals import original_of
 from ..wrapping import clip_before_steps, full_parameters
 from .meta_loading import keep_loading
 from .plugins import Settings, take_over
-from .settings import chosen, names_a_stage
+from .settings import chosen, of_variable
 from .wrappers import Wrappers, stepping, whole_parameters
 
 __all__ = ["Accelerator", "CompressionHandler"]
@@ -143,9 +143,13 @@ class Accelerator(accelerate.Accelerator):
         kwargs_handlers: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        plugin = None if (found := take_over(kwargs)) is None or zero is not None or names_a_stage() else found
+        plugin, run = take_over(kwargs), of_variable() if zero is None else {}
+        if zero is not None or "zero" in run:  # which wins over that of a launch
+            plugin = None
         if plugin is not None:
-            zero, wrap_options = plugin.zero, {**plugin.wrap_options, **(wrap_options or {})}
+            zero, compress = plugin.zero, compress or run.get("compress")
+            partition = run.get("partition", partition) if partition == "auto" else partition
+            wrap_options = {**plugin.wrap_options, **run.get("wrap_options", {}), **(wrap_options or {})}
             if plugin.accumulation_steps is not None:
                 kwargs.setdefault("gradient_accumulation_steps", plugin.accumulation_steps)
             if plugin.mixed_precision is not None and os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no":

@@ -50,15 +50,14 @@ def _read_item(item: str) -> tuple[str, Any]:
         return name, value
 
 
-def names_a_stage() -> bool:
-    """Return whether the text of the variable has a stage, which then wins over that of a launch."""
+def of_variable() -> dict[str, Any]:
+    """Return what the variable's text gives; nothing without one."""
     text = os.environ.get(VARIABLE)
-    return bool(text) and "zero" in read_settings(text or "")
+    return read_settings(text) if text else {}
 
 
 def chosen(text: str, zero: int | None, **given: Any) -> dict[str, Any]:
     """Return the arguments of Accelerator: those given or, if no stage is given, those of a text or the variable."""
-    text = text or os.environ.get(VARIABLE, "")
-    found = read_settings(text) if zero is None and text else {}
+    found = {} if zero is not None else read_settings(text) if text else of_variable()
     asked = {name: value for name, value in given.items() if value not in (None, "auto")}
     return {**given, "zero": 0 if zero is None else zero, **found, **asked}

@@ -244,7 +244,9 @@ class Fit:
         tied = {name: self.names.new(kept) for name, kept in self._renamed(kept_ties).items()}
         unlike = self.names.unmatched([*stored, *tied, *self.extra_state, *self.found.all(), *self.found.tied])
         if unlike is not None:
-            sentence = f"'{self.folder.path}': include: {unlike!r} is found in no name of the checkpoint or of the model"
+            sentence = (
+                f"'{self.folder.path}': include: {unlike!r} is found in no name of the checkpoint or of the model"
+            )
             if self.names.strict:
                 raise Mismatch(sentence)
             _logger.warning("%s", sentence)
