@@ -241,11 +241,6 @@ def subclasses(kind):
 WRONG_KINDS = {
     "wrap process_group": (lambda m, f: sw.wrap(m, process_group="world"), TypeError, "process_group must be a .* got 'world'"),
     "wrap device": (lambda m, f: sw.wrap(m, zero=3, device="gpu"), ValueError, "device must name a GPU, .* got 'gpu'"),
-    "wrap ignored": (
-        lambda m, f: sw.wrap(m, ignored_params=[torch.nn.Parameter(torch.ones(3))]),
-        ValueError,
-        r"ignored_params: a parameter of shape \(3,\) is not one of Linear",
-    ),
     "fully_shard mesh": (lambda m, f: sw.fully_shard(m, mesh="dp"), TypeError, "mesh must be a DeviceMesh or None, got 'dp'"),
     "fully_shard offload": (
         lambda m, f: sw.fully_shard(m, offload_policy=True),
@@ -310,6 +305,10 @@ def test_a_trace_inside_another_profiler_leaves_autograd_out(tmp_path, caplog):
     with torch.profiler.profile(), sw.trace(tmp_path / "trace.json"):
         pass
     assert "another profiler of torch's is on" in caplog.text
+    model = sw.wrap(torch.nn.Linear(3, 3))
+    with sw.trace(tmp_path / "around.json"), torch.profiler.profile():
+        model(torch.ones(2, 3))
+    assert "another profiler of torch's has ended it" in caplog.text
 
 
 def test_an_interface_that_is_none_is_named(monkeypatch):

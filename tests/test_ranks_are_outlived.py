@@ -158,6 +158,14 @@ Board(os.environ["SHARDWRIGHT_START"] + "/loops").say("1", jobs)
 """
 
 
+def test_a_rank_that_leaves_its_loop_early_is_told_to_the_others(tmp_path):
+    """A break, or an end by save_on=: its code is 0, and spares of other hosts wait for it."""
+    parents = start([COMES.format(folder=tmp_path, state="done", code=0)] * 2, others=2)
+    assert codes_of(parents) == [0, 0]
+    told = Board(str(tmp_path / "attempts" / "ended")).said()
+    assert told.keys() == Board(str(tmp_path / "attempts" / "spares")).said().keys()
+
+
 @pytest.mark.parametrize(("state", "code"), [("done", 0), ("waits", 1)])
 def test_a_host_whose_ranks_have_died_tells_the_others_and_has_the_code_of_the_job(tmp_path, state, code):
     """Ranks of other hosts may be left, so its spares wait on. "waits": they find that no rank is left anywhere."""

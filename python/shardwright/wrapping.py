@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
@@ -51,6 +52,7 @@ from .torch_compat.optimizers import step_hooks, takes_hooks
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+_logger = logging.getLogger("shardwright")
 out_of_memory.memory_of = memory_of
 
 
@@ -158,9 +160,8 @@ def wrap(
     held = {id(p) for p in module.parameters()}
     for each in given.ignored_params:
         if not isinstance(each, str) and id(each) not in held:
-            raise ValueError(
-                f"ignored_params: a parameter of shape {tuple(each.shape)} is not one of {type(module).__name__}"
-            )
+            sentence = "ignored_params: a parameter of shape %s is not one of %s, so it has no effect"
+            _logger.warning(sentence, tuple(each.shape), type(module).__name__)
     members = [p for name, p in module.named_parameters() if id(p) not in ignored and name not in ignored]
     takes_over = given.step_in_backward and optimizer is None
     if takes_over and (optimizer := optimizer_of(members)) is None:

@@ -318,7 +318,7 @@ class Runs:
 
     def init(self, **options: Any) -> Any:
         self.begun.append(options)
-        self.run = self
+        self.run, self.id = self, options["id"]
         return self
 
     def log(self, scalars: dict[str, Any]) -> None:
@@ -330,8 +330,7 @@ class Runs:
 
 def trained_with_a_run(folder: str, tracker: Any, steps: int, restores_first: bool) -> int:
     """Train and save `steps` more in a job that has just begun. Return the first step."""
-    account.tracker_runs.clear()
-    account.steps_before = 0
+    assert account.tracker_runs == {}, "of another training"
     model, optimizer = wrapped()
     sys.modules["wandb"] = tracker
     with contextlib.ExitStack() as stack:
@@ -352,6 +351,7 @@ def trained_with_a_run(folder: str, tracker: Any, steps: int, restores_first: bo
 @on_every_rank(spoils=True)
 def test_a_restart_goes_on_with_the_run_of_its_checkpoint(rank: int, world_size: int) -> None:
     folder, tracker = gather(tempfile.mkdtemp())[0], Runs()
+    account.tracker_runs.clear()
     assert trained_with_a_run(folder, tracker, 3, True) == 0
     assert trained_with_a_run(folder, tracker, 2, True) == 3
     assert trained_with_a_run(folder, tracker, 2, False) == 5
@@ -360,8 +360,16 @@ def test_a_restart_goes_on_with_the_run_of_its_checkpoint(rank: int, world_size:
         assert set(first) == names and later == [first] * 2 and first["resume"] == "allow"
         body = json.loads(Path(folder, "steps", "step-000007", "state.json").read_text())
         assert body["trackers"] == {"wandb": first["id"]}
-    else:
-        assert tracker.begun == []
+    assert trained_with_a_run(f"{folder}/other", tracker, 1, True) == 0  # another training of this process
+    model, optimizer = wrapped()
+    with sw.Checkpointer(f"{folder}/steps", model, optimizer) as source:
+        source.restore()
+    sys.modules["wandb"] = tracker
+    with sw.metrics(model, to=["wandb:tuned"]):  # which begins at once: no Checkpointer waits for its restore()
+        assert (tracker.run is not None) == (rank == 0)
+    del sys.modules["wandb"]
+    runs = [each["id"] for each in tracker.begun]
+    assert len(runs) == (5 if rank == 0 else 0) and len({*runs[2:]}) == min(3, len(runs))
 
 
 @on_every_rank()

@@ -122,8 +122,13 @@ def test_optimizers_that_torch_gave_to_parameters_step_on_buckets_too(rank, worl
             model = sw.wrap(module, step_in_backward=True, **{**SMALL, **STAGES[stage]})
             stepper = _get_in_backward_optimizers(model)[0]
             assert {*_get_in_backward_optimizers(model)} == {stepper}
-            with pytest.raises(IndexError):
-                old[0].param_groups[0]["lr"] = 1.0
+            for read in (lambda: old[0].param_groups[0], lambda: [*old[0].param_groups], old[0].state_dict):
+                with pytest.raises(
+                    RuntimeError, match=r"taken over .*_in_backward_optimizers\[0\], and give that one"
+                ):
+                    read()
+            with pytest.raises(ValueError, match="needs the optimizer"):  # which the second wrap would lose
+                sw.wrap(sw.unwrap(model), step_in_backward=True)
         else:
             groups = [{"params": of[key], "weight_decay": value} for key, value in decay.items()]
             model, stepper = sw.wrap(module, kind(groups, **options), **{**SMALL, **STAGES[stage]})

@@ -76,13 +76,13 @@ def test_bits_are_those_of_zero_0(rank, world_size, master):
 
 @on_every_rank()
 def test_a_checkpoint_has_its_dtype_and_loads_into_another(rank, world_size):
-    saved = train(rank, 2, save="checkpoint")
-    assert_equal(train(rank, 3, steps=0, load="checkpoint"), saved)
-    wide = train(rank, 1, steps=0, load="checkpoint", dtype=torch.float32)
+    saved = train(rank, 2, save="of-bfloat16")
+    assert_equal(train(rank, 3, steps=0, load="of-bfloat16"), saved)
+    wide = train(rank, 1, steps=0, load="of-bfloat16", dtype=torch.float32)
     for number, state in saved[1].items():
         assert all(bits_equal(wide[1][number][key], state[key].float()) for key in ("exp_avg", "exp_avg_sq"))
-    train(rank, 1, dtype=None, save="float32")
-    narrow = train(rank, 0, steps=0, load="float32")
+    train(rank, 1, dtype=None, save="to-bfloat16")
+    narrow = train(rank, 0, steps=0, load="to-bfloat16")
     assert all(state["exp_avg_sq"].dtype is torch.bfloat16 for state in narrow[1].values())
 
 

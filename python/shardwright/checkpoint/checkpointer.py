@@ -285,6 +285,7 @@ class Checkpointer:
         self._retire.atexit = False  # _finish_all() finishes all saves at exit
         self._interval = Interval(self._peers)
         _live.add(self)
+        account.awaits_runs = True
         _register_exit()
 
     def _release_after_loads(self) -> None:
@@ -596,6 +597,7 @@ class Checkpointer:
             )
         if self._has_lost_after(0, listed):
             self._go_on_from(Kept(0, self.directory))
+        account.go_on_from(0, {})
         return 0
 
     def _has_lost_after(self, step: int, listed: list[tuple[int, str]]) -> bool:
@@ -669,6 +671,7 @@ class Checkpointer:
                         tier.close(goodbye=True)
                 finally:
                     self._close(self._writer.wait)
+                    account.tracker_runs.clear()  # one that still logs says again that it does
 
     def _close(self, wait: Callable[[], None]) -> None:
         if self._closed:

@@ -49,6 +49,8 @@ _met: tuple[int, str] = (0, "")  # the size and name of the group that leads thi
 earlier: list[Path] = []
 #: the runs of trackers that this job's checkpoints hold: the tracker's name and the run's id, on rank 0
 tracker_runs: dict[str, str] = {}
+#: True from a Checkpointer's beginning to its restore(), which tells the runs that go on
+awaits_runs = False
 #: steps of the training before the first one of this account
 steps_before = 0
 
@@ -86,11 +88,13 @@ def own_file() -> Path | None:
 
 
 def go_on_from(step: int, runs: Mapping[str, str]) -> None:
-    """Count steps on from a restored one, and go on with its trackers' runs."""
-    global steps_before
+    """Count steps on from a restored one, and go on with its trackers' runs, instead of those of another checkpoint."""
+    global steps_before, awaits_runs
     row = account_row()
     steps_before = step - (0 if row is None else int.from_bytes(row[:8], sys.byteorder))
+    tracker_runs.clear()
     tracker_runs.update(runs)
+    awaits_runs = False
 
 
 def state_of(pid: int, start_ticks: int) -> str:

@@ -236,17 +236,29 @@ def _tensorboard(folder: str) -> Tracker:
 
 
 def _wandb(project: str) -> Tracker:
-    """Log to the program's run if it has one; else to one of its own, which begins, or goes on after a restore(), at the first scalars."""
+    """Log to the program's run if it has one, else to one of its own, which goes on with that of the checkpoint restored last."""
     wandb = importlib.import_module("wandb")
     own: list[Any] = []
 
-    def log(step: int, scalars: Scalars) -> None:
+    def begin() -> None:
         if wandb.run is None:
-            run = account.tracker_runs.setdefault("wandb", uuid.uuid4().hex[:8])
+            run = account.tracker_runs.get("wandb") or uuid.uuid4().hex[:8]
             own.append(wandb.init(project=project or None, id=run, resume="allow"))
+
+    def log(step: int, scalars: Scalars) -> None:
+        begin()
+        if own:
+            account.tracker_runs["wandb"] = own[-1].id
         wandb.run.log({"shardwright/step": step, **{f"shardwright/{name}": value for name, value in scalars.items()}})
 
-    return log, lambda: own and own[-1].finish()
+    def close() -> None:
+        if own:
+            own[-1].finish()
+            account.tracker_runs.clear()  # a later training of this process has its own
+
+    if not account.awaits_runs:
+        begin()
+    return log, close
 
 
 def _prometheus(place: str) -> Tracker:

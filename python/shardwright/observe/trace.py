@@ -218,9 +218,18 @@ class Trace:
         except Exception as error:
             _logger.warning("trace: no part of rank %s: %s: %s", account.own_rank(), type(error).__name__, error)
         finally:
-            if self._profile is not None:
-                self._profile.stop()
-                self._profile = None
+            self._end_profile()
+
+    def _end_profile(self) -> Any:
+        """Return torch's profile, which ends now; None if there is none, or one that began later has ended it."""
+        profile, self._profile = self._profile, None
+        if profile is None:
+            return None
+        if not is_profiling():  # to end it twice would end the process
+            _logger.warning("trace: autograd's part is left out: another profiler of torch's has ended it")
+            return None
+        profile.stop()
+        return profile
 
     def _write(self) -> None:
         path = account.own_file()
@@ -245,10 +254,8 @@ class Trace:
 
     def _autograd_events(self) -> list[dict[str, Any]]:
         """Return torch.profiler's events with microseconds of the monotonic clock."""
-        if self._profile is None:
+        if (profile := self._end_profile()) is None:
             return []
-        profile, self._profile = self._profile, None
-        profile.stop()
         with tempfile.TemporaryDirectory() as folder:
             file = os.path.join(folder, "autograd.json")
             profile.export_chrome_trace(file)

@@ -18,7 +18,7 @@ from ..gradients.sharded_gradient import SteppedGradient
 from ..layout.memory import trim
 from ..parallel.agreement.optimizer_agreement import check_groups
 from ..torch_compat.autograd import set_gradient, unguarded
-from ..torch_compat.optimizers import bare_step, hooks_around, optimizers_of, options_of, take_hooks
+from ..torch_compat.optimizers import bare_step, give_optimizer, hooks_around, optimizers_of, options_of, take_hooks
 from .master_weights import masters_in_place
 from .ownership import Entry
 from .rules import is_elementwise, name_of
@@ -76,6 +76,18 @@ def optimizer_of(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer | 
     return optimizer
 
 
+class _TakenOver(list[Any]):
+    """The groups of an optimizer that another one has replaced: a rate that is set there, also by a scheduler, would change nothing."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError(
+            "this optimizer of _apply_optimizer_in_backward was taken over by sw.wrap(step_in_backward=True): read and set groups of "
+            "parameter._in_backward_optimizers[0], and give that one to schedulers"
+        )
+
+    __iter__ = __getitem__ = __len__ = __reversed__ = _refuse
+
+
 class BackwardOptimizer(ShardedOptimizer):
     """The optimizer that `sw.wrap(module, optimizer, step_in_backward=True)` returns: step() finds its work done."""
 
@@ -84,7 +96,7 @@ class BackwardOptimizer(ShardedOptimizer):
     #: True from the end of a round to step()
     has_stepped = False
     #: True if the end of a round calls step(), as after _apply_optimizer_in_backward
-    _ends_itself = False
+    has_taken_over = False
     _digest = 0
 
     def __init__(self, *given: Any) -> None:
@@ -102,9 +114,9 @@ class BackwardOptimizer(ShardedOptimizer):
         take_hooks(taken)
         for each in taken:
             for old in optimizers_of(each):
-                old.param_groups = []  # a rate that is set there would change nothing
-            optimizers_of(each)[:] = [self]
-        self._ends_itself = True
+                old.param_groups = _TakenOver()
+            give_optimizer(each, self)
+        self.has_taken_over = True
 
     def follow(self, replicas: Any) -> None:
         super().follow(replicas)
@@ -177,7 +189,7 @@ class BackwardOptimizer(ShardedOptimizer):
             trim()
         members = (entry for entry in self._members() if replica.reducer.used_by_any(entry.at))
         replica.access.count_writes([entry.member for entry in members])
-        if self._ends_itself:
+        if self.has_taken_over:
             self.step()
 
     def cancel(self) -> None:

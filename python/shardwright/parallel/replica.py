@@ -363,7 +363,8 @@ class Replica:
         try:
             drift.check(module)
         except Error as error:
-            self._abort(str(error))  # it may be an error of this rank only, and lasts
+            if self.group.world_size > 1:  # it may be this rank's alone, and peers would wait
+                self._abort(str(error))
             raise
         return drift
 

@@ -111,6 +111,8 @@ class UnitSchedule:
         # until the first round: the parameters that its graph has a gradient for
         self._reached: set[int] | None = set()
         self._ran_without_gradients = False
+        #: True once unshard() of fully_shard was called
+        self._pins_until_run = False
         #: the numbers of all parameters, by id, those that are never released included
         self.number_of: dict[int, int] = {}
         #: called before the next release, if a forked child may read units that are whole
@@ -400,6 +402,7 @@ class UnitSchedule:
         if self._together and not (unit.running or unit.opened):
             self._release(unit)
         unit.pin = UNTIL_RUN if self._meet is not None else BY_USER
+        self._pins_until_run |= self._meet is not None
         self._gather(unit)
         if self._meet is not None:
             self._meet()
@@ -526,7 +529,8 @@ class UnitSchedule:
         if unannounced or any(map(unit.holds, outputs)):
             self._pin_until_step(unit)
         # the unit that runs last in a forward stays whole until the backward, which begins with it
-        self._end_run(unit)
+        if self._pins_until_run:
+            self._end_run(unit)
         if unit.is_outermost:
             self._turning, self._latest = self._latest, None
             if self._reached is not None and differentiable:
@@ -664,7 +668,8 @@ class UnitSchedule:
                     unit.opened.remove(each)
                     unit.use.live.discard(each[0])
             opened.append(unit)
-            self._end_run(unit)
+            if self._pins_until_run:
+                self._end_run(unit)
         self._open = [unit for unit in opened if unit.opened]
         if not self._tasks and self.pass_over is not None:
             self._forget_holders()

@@ -162,13 +162,17 @@ def explain_backwards(explain: Callable[[BaseException], None]) -> None:
         torch.autograd._engine_run_backward = explained(run, explain)
 
 
-def increment_versions(tensors: list[torch.Tensor]) -> None:
-    """Bump versions for the engine's writes, so that a backward through an old value fails."""
-    try:
-        torch.autograd.graph.increment_version(tensors)
-    except (RuntimeError, TypeError):  # older torch takes a single tensor
-        for tensor in tensors:
-            torch.autograd.graph.increment_version(tensor)
+def _increment_each(tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)
+
+
+#: bumps the versions of a list of tensors for the engine's writes, so that a backward through an old value fails
+increment_versions: Callable[[list[torch.Tensor]], None] = torch.autograd.graph.increment_version
+try:
+    increment_versions([])
+except (RuntimeError, TypeError, AttributeError):  # older torch takes a single tensor
+    increment_versions = _increment_each
 
 
 def raw_stream(ordinal: int) -> int:

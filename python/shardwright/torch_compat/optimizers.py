@@ -60,8 +60,14 @@ def bare_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def optimizers_of(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that _apply_optimizer_in_backward made an attribute of `parameter`; none in a torch without it."""
-    return getattr(parameter, "_in_backward_optimizers", [])
+    """Return the optimizers that _apply_optimizer_in_backward made an attribute of `parameter`, and none has taken over since."""
+    found = getattr(parameter, "_in_backward_optimizers", ())  # a torch without it has none
+    return [each for each in found if not getattr(each, "has_taken_over", False)]
+
+
+def give_optimizer(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Make `optimizer` what torch's _get_in_backward_optimizers finds."""
+    parameter._in_backward_optimizers[:] = [optimizer]  # type: ignore[attr-defined]
 
 
 def options_of(parameter: torch.Tensor) -> dict[str, Any]:

@@ -180,8 +180,7 @@ class _Slot:
         code = 128 - code if code < 0 else code
         state = _read(self._path)
         was_rank = state in (_RUNS, _ENDED)
-        if code:
-            self._tell()
+        self._tell()
         if was_rank or not self.size:
             self.code, self.has_failed = code, code != 0 and state == _ENDED
         if code and state == _RUNS and not is_over and _loops(self._folder) and self._restarts:

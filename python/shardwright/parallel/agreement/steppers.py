@@ -222,9 +222,7 @@ def adopt_steps_in_backward(replica: Any) -> None:
     torch's hooks, which step on a local gradient as soon as it exists, are removed, except those of ignored parameters.
     A backward that does not synchronise steps nothing. With step_in_backward=True parameters have the BackwardOptimizer.
     """
-    own, table = replica.steppers.sliced(), replica.table
-    found = zip(table.names, table.module_parameters)
-    stepped = [(name, p) for name, p in found if any(each not in own for each in optimizers_of(p))]
+    stepped = [(name, p) for name, p in zip(replica.table.names, replica.table.module_parameters) if optimizers_of(p)]
     if not stepped:
         return
     if replica.zero:
