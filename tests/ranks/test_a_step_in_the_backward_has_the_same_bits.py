@@ -123,9 +123,7 @@ def test_optimizers_that_torch_gave_to_parameters_step_on_buckets_too(rank, worl
             stepper = _get_in_backward_optimizers(model)[0]
             assert {*_get_in_backward_optimizers(model)} == {stepper}
             for read in (lambda: old[0].param_groups[0], lambda: [*old[0].param_groups], old[0].state_dict):
-                with pytest.raises(
-                    RuntimeError, match=r"taken over .*_in_backward_optimizers\[0\], and give that one"
-                ):
+                with pytest.raises(RuntimeError, match=r"taken over .*_in_backward_optimizers\[0\], and give that one"):
                     read()
             with pytest.raises(ValueError, match="needs the optimizer"):  # which the second wrap would lose
                 sw.wrap(sw.unwrap(model), step_in_backward=True)

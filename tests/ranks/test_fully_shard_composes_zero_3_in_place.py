@@ -103,16 +103,19 @@ def test_unshard_and_reshard(rank, world_size):
     gather(None)
 
 
+@pytest.mark.parametrize(
+    "policy", [None, sw.Precision(torch.bfloat16, reduce_dtype=torch.float32)], ids=["none", "bfloat16"]
+)
 @on_every_rank()
-def test_what_unshard_gathered_is_released_after_the_next_run_in_a_compute_dtype_too(rank, world_size):
-    policy = sw.Precision(torch.bfloat16, reduce_dtype=torch.float32)
+def test_what_unshard_gathered_is_released_after_the_next_run_in_a_compute_dtype_too(rank, world_size, policy):
     expected = steps(*sharded(precision=policy), rank, 3)
     module, optimizer = sharded(precision=policy)
     for step, gathered in enumerate((module, module.blocks[1], module)):
         gathered.unshard()
         loss = module(batch(rank, 6, 7, step=step)).square().mean()
         if step == 2:
-            module.blocks[0].unshard()  # between forward and backward
+            for block in module.blocks:  # between forward and backward
+                block.unshard()
         loss.backward()
         assert [type(p.grad) for p in module.parameters()] == [DTensor] * len([*module.parameters()])
         assert_released(module)

@@ -584,6 +584,8 @@ class UnitSchedule:
         for other in ended:
             self._open.remove(other)
             other.opened.clear()
+            if self._pins_until_run:
+                self._end_run(other)
             self._release_if_idle(other)
         if (begin, task) not in unit.opened:
             if not unit.opened:
