@@ -22,7 +22,7 @@ LINES = {
     "shardwright/optim": 4_560,
     "shardwright/options": 1_217,
     "shardwright/parallel": 6_288,
-    "shardwright/parameters": 5_161,
+    "shardwright/parameters": 5_163,
     "shardwright/torch_compat": 1_662,
     "shardwright_tools": 317,
     "shardwright_tools/cli": 3_295,
