@@ -300,6 +300,11 @@ def test_fully_shard_refuses_a_module_that_torchs_has_cut():
         sw.fully_shard(module)
 
 
+def test_an_ignored_parameter_of_another_module_is_named(caplog):
+    sw.wrap(torch.nn.Linear(2, 2), ignored_params=[torch.nn.Parameter(torch.ones(3))])
+    assert "ignored_params: a parameter of shape (3,) is not one of Linear, so it has no effect" in caplog.text
+
+
 def test_a_trace_inside_another_profiler_leaves_autograd_out(tmp_path, caplog):
     sw.wrap(torch.nn.Linear(3, 3))
     with torch.profiler.profile(), sw.trace(tmp_path / "trace.json"):

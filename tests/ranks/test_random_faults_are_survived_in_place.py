@@ -1,6 +1,6 @@
 """Law: after faults at random moments (a rank is killed, is stopped or fails, two at once, a host is lost, a link is cut for a while;
-in a step, in a save, in a recovery) the ranks that are left end with the bits of a replay in one process with the same numbers of ranks, nothing hangs, every checkpoint is whole, and
-neither file descriptors, threads nor mappings grow. The next start, with ranks that a warm parent forks, goes on from there.
+in a step, in a save, in a recovery) the ranks that are left end with the bits of a replay in one process with the same numbers of
+ranks, nothing hangs, every checkpoint is whole, and neither file descriptors, threads nor mappings grow. The next start, with ranks that a warm parent forks, goes on from there.
 
 SW_TEST_SEED repeats the faults of a run, which its failure names; SW_TEST_FAULTS is their number."""
 

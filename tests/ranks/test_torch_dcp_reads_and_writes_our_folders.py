@@ -151,7 +151,8 @@ def test_damage_and_what_cannot_be_stored_are_named_on_every_rank(rank, world_si
     logger, notes = logging.getLogger("shardwright"), Notes()
     logger.addHandler(notes)
     try:
-        with pytest.raises(dcp.api.CheckpointException, match=f"{reason}|metadata is None"):
+        said = "metadata is None" if torch.__version__.startswith("2.11.") else reason
+        with pytest.raises(dcp.api.CheckpointException, match=said):
             dcp.load(state_dict(other, other_optimizer), storage_reader=sw.checkpoint.StorageReader(folder))
     finally:
         logger.removeHandler(notes)

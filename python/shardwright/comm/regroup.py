@@ -44,7 +44,7 @@ class Finished(Exception):
 
 
 class Move(NamedTuple):
-    """What a rank does next: say a word, (key, value), or that `tells` has ended, if any; or end with an outcome."""
+    """The next action of a rank: say a word, (key, value), or that `tells` has ended, if any; or end with an outcome."""
 
     says: tuple[str, Any] | None = None
     goes_on: bool | None = None  # None: look again

@@ -60,7 +60,7 @@ def bare_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def optimizers_of(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that _apply_optimizer_in_backward made an attribute of `parameter`, and none has taken over since."""
+    """Return the optimizers that _apply_optimizer_in_backward made an attribute of `parameter`, but none that has taken over."""
     found = getattr(parameter, "_in_backward_optimizers", ())  # a torch without it has none
     return [each for each in found if not getattr(each, "has_taken_over", False)]
 
